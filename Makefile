@@ -1,0 +1,99 @@
+# make help lists the targets. Everything but deps runs from Go, git and make
+# plus what deps installs; what needs root is run through sudo if you are not.
+
+# Packages of Debian 12 and 13. Clang's version is pinned because the generated
+# objects are committed and compared; both releases have this one.
+CLANG_VERSION   := 19
+DEPS_GENERATE   := clang-$(CLANG_VERSION) llvm-$(CLANG_VERSION) libbpf-dev linux-libc-dev
+DEPS_VM         := qemu-system-x86 busybox-static xz-utils zstd
+DEPS_TEST       := bpftool curl iproute2 python3
+DEPS            := $(DEPS_GENERATE) $(DEPS_VM) $(DEPS_TEST)
+
+# Go packages by ring. What is listed under VM runs on the other kernels too;
+# what measures CPU latency runs there in virtual time, on one CPU.
+UNIT_PACKAGES    := ./pkg/policy ./internal/metrics ./test/vm
+KERNEL_PACKAGES  := ./pkg/conn ./pkg/cgroup ./internal/... ./test/...
+VM_PACKAGES      := ./test/vm/guest ./pkg/conn ./pkg/cgroup ./internal/...
+VIRTUAL_PACKAGES := ./test/vm/guest
+BENCH_PACKAGES   := ./...
+
+# Arguments of the rig, for one kernel say: make vm VM_FLAGS='-kernel 6.12 -run Admit'
+VM_FLAGS        := -timeout 10m
+VIRTUAL_FLAGS   := -timeout 10m
+
+STATICCHECK     := honnef.co/go/tools/cmd/staticcheck@v0.8.2
+VERSION         := $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
+
+# Distributions may set this to local; go.mod names the Go that we need.
+export GOTOOLCHAIN ?= auto
+# Compiler flags of the kernel programs, read by go generate. The multiarch
+# directory holds asm/types.h, which -target bpf does not look for.
+export BPF_CFLAGS ?= -O2 -g -Wall -Werror -mcpu=v3 -I/usr/include/$(shell uname -m)-linux-gnu
+
+AS_ROOT         := $(if $(filter 0,$(shell id -u)),,sudo)
+# Tests are built as you and run as root.
+EXEC_AS_ROOT    := $(if $(AS_ROOT),-exec 'sudo -E')
+
+.DEFAULT_GOAL := help
+.PHONY: help deps go-version root build generate generate-check vet lint unit kernel vm vm-kernels-refresh test demo bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+deps: ## install the Debian packages that are missing
+	@command -v dpkg-query >/dev/null || { echo "not a Debian machine: install the equivalents of $(DEPS)" >&2; exit 1; }; \
+	missing=$$(for p in $(DEPS); do \
+		dpkg-query -W -f '$${db:Status-Status}' $$p 2>/dev/null | grep -qx installed || echo $$p; done | xargs); \
+	[ -n "$$missing" ] || exit 0; \
+	[ $$(id -u) = 0 ] || command -v sudo >/dev/null || { echo "not root and no sudo: as root, apt-get install $$missing" >&2; exit 1; }; \
+	echo "installing $$missing"; \
+	$(AS_ROOT) apt-get -qq update && \
+	$(AS_ROOT) env DEBIAN_FRONTEND=noninteractive apt-get -qq -y install --no-install-recommends $$missing >/dev/null
+
+go-version:
+	@go version | awk '{split(substr($$3, 3), v, "."); exit !(v[1] > 1 || v[2] >= 21)}' || \
+		{ echo "$$(go version) is too old: install Go 1.21 or later, which fetches the one that go.mod names" >&2; exit 1; }
+
+root:
+	@[ $$(id -u) = 0 ] || command -v sudo >/dev/null || { echo "needs root: run as root or install sudo" >&2; exit 1; }
+
+build: go-version ## build bin/bulkhead
+	CGO_ENABLED=0 go build -trimpath -ldflags '-X main.version=$(VERSION)' -o bin/bulkhead ./cmd/agent
+
+generate: go-version ## compile the kernel programs (clang) and their Go side
+	go generate ./...
+
+generate-check: go-version ## fail if the committed objects are not what the sources give
+	go run ./test/generated
+
+vet: go-version ## go vet, for the guest's tests too
+	go vet -tags vm ./...
+
+lint: go-version ## gofmt and staticcheck
+	@unformatted=$$(gofmt -l .); [ -z "$$unformatted" ] || { echo "gofmt: $$unformatted" >&2; exit 1; }
+	go run $(STATICCHECK) -tags vm ./...
+
+unit: go-version ## ring 1: tests that need nothing
+	go test $(UNIT_PACKAGES)
+
+kernel: go-version root build ## ring 2: tests with this kernel, as root
+	go test -p 1 $(EXEC_AS_ROOT) $(KERNEL_PACKAGES)
+
+vm: go-version build ## ring 3: tests on Debian's 6.1, 6.12 and newest kernel in virtual machines
+	go test -tags vm ./test/vm
+	go run ./test/vm $(VM_FLAGS) -file bin/bulkhead:/bin/bulkhead $(VM_PACKAGES)
+	go run ./test/vm $(VIRTUAL_FLAGS) -virtual -file bin/bulkhead:/bin/bulkhead $(VIRTUAL_PACKAGES)
+
+vm-kernels-refresh: go-version ## fetch the virtual machines' kernels again
+	go run ./test/vm -refresh
+
+test: deps vet lint generate-check unit kernel vm ## everything, as CI does
+
+demo: root build ## see it work on this machine, before and after
+	$(AS_ROOT) bin/bulkhead demo
+
+bench: go-version root ## measure, as root
+	go test -p 1 $(EXEC_AS_ROOT) -run '^$$' -bench . $(BENCH_PACKAGES)
+
+clean: ## remove what was built; kernels stay in the cache
+	rm -rf bin

@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: (GPL-2.0-only OR Apache-2.0)
+/*
+ * The hooks. Plain UAPI headers and no CO-RE: this loads without kernel BTF.
+ * One set of programs is attached once, at the cgroup root that the agent was
+ * given; who connects is decided from the current task at connect().
+ */
+#include "admit.h"
+#include "dest.h"
+#include <linux/in.h>
+#include <bpf/bpf_endian.h>
+
+char LICENSE[] SEC("license") = "Dual BSD/GPL";
+
+#define ALLOW 1
+#define DENY 0
+
+#define ETH_P_IPV6 0x86dd
+#define TCP_HEADER 20
+#define UDP_HEADER 8
+#define TCP_TIMESTAMPS 12
+
+
+/*
+ * connect() and unconnected sends, one way for every family. Destination first:
+ * most connects on a node match nothing and must cost next to nothing.
+ */
+static __always_inline int judge(struct bpf_sock_addr *ctx, struct dest_key *key, __u8 ip_header)
+{
+	struct ask q = {};
+	__u32 zero = 0, idx, provider, compartment, at;
+	struct control_word *c = bpf_map_lookup_elem(&control, &zero);
+	struct slot *old;
+	struct route *r;
+	struct gen *g;
+	__u64 word;
+	void *rs;
+	int err;
+
+	if (!c)
+		return ALLOW;
+	word = *(volatile __u64 *)&c->word;
+	idx = word & 1;
+	g = bpf_map_lookup_elem(&gens, &idx);
+	if (!g)
+		return ALLOW;
+
+	q.proto = ctx->protocol;
+	if (q.proto != IPPROTO_TCP && (q.proto != IPPROTO_UDP || !g->udp))
+		return ALLOW;
+	q.port = bpf_ntohs((__u16)ctx->user_port);
+	provider = provider_of(idx, key, q.proto, q.port);
+	compartment = compartment_of(idx, g, word >> 1);
+	q.cookie = bpf_get_socket_cookie(ctx);
+	old = bpf_map_lookup_elem(&slots, &q.cookie);
+
+	at = compartment * g->providers + provider;
+	rs = bpf_map_lookup_elem(&routes, &idx);
+	if (!rs)
+		return ALLOW;
+	r = compartment == COMPARTMENT_PROTECTED ? 0 : bpf_map_lookup_elem(rs, &at);
+
+	if (old) {
+		__u64 seen = *(volatile __u64 *)&old->word;
+
+		/* One slot per (UDP socket, provider): more datagrams to the same change nothing. */
+		if (q.proto == IPPROTO_UDP && r && !(seen & SLOT_RELEASED) && old->traffic == r->traffic)
+			return ALLOW;
+		/* The hook runs only for a socket whose old association is over. */
+		if (!replace_slot(old, seen, &q.cookie))
+			return ALLOW;
+	}
+	if (!r)
+		return ALLOW;
+	if (have_retval && bpf_get_retval() < 0) {
+		/* A program before ours has denied it: there will be no connection. */
+		count(TOTAL_REFUSED_EARLIER);
+		return ALLOW;
+	}
+
+	if (r->flags & ROUTE_COUNT_ONLY) {
+		/* A name lookup's UDP connects to nobody of ours are not connections. */
+		if (q.proto == IPPROTO_TCP)
+			count_connection(r);
+		return ALLOW;
+	}
+
+	__builtin_memcpy(q.addr, key->addr, 16);
+	q.netns = bpf_get_netns_cookie(ctx);
+	q.header = ip_header + TCP_HEADER;
+	err = admit(r, &q);
+	if (!err)
+		return ALLOW;
+	if (have_retval)
+		bpf_set_retval(-err);
+	return DENY;
+}
+
+static __always_inline int judge4(struct bpf_sock_addr *ctx)
+{
+	struct dest_key key = {.prefixlen = 128};
+	__u32 a = ctx->user_ip4;
+
+	key.addr[10] = key.addr[11] = 0xff;
+	__builtin_memcpy(key.addr + 12, &a, 4);
+	return judge(ctx, &key, 20);
+}
+
+static __always_inline int judge6(struct bpf_sock_addr *ctx)
+{
+	struct dest_key key = {.prefixlen = 128};
+	__u32 a[4] = {ctx->user_ip6[0], ctx->user_ip6[1], ctx->user_ip6[2], ctx->user_ip6[3]};
+	int mapped = !a[0] && !a[1] && a[2] == bpf_htonl(0xffff);
+
+	__builtin_memcpy(key.addr, a, 16);
+	return judge(ctx, &key, mapped ? 20 : 40);
+}
+
+SEC("cgroup/connect4")
+int bh_connect4(struct bpf_sock_addr *ctx)
+{
+	return judge4(ctx);
+}
+
+SEC("cgroup/connect6")
+int bh_connect6(struct bpf_sock_addr *ctx)
+{
+	return judge6(ctx);
+}
+
+SEC("cgroup/sendmsg4")
+int bh_sendmsg4(struct bpf_sock_addr *ctx)
+{
+	return judge4(ctx);
+}
+
+SEC("cgroup/sendmsg6")
+int bh_sendmsg6(struct bpf_sock_addr *ctx)
+{
+	return judge6(ctx);
+}
+
+/*
+ * The bytes of a connection that closes, from what TCP has counted anyway: no
+ * cost per packet. TCP's counters are of payload and segments, corrected for
+ * segmentation offload, so headers are added here.
+ */
+static __always_inline void count_bytes(struct bpf_sock_ops *ctx, struct slot *s)
+{
+	struct traffic_count *t = bpf_map_lookup_elem(&traffic, &s->traffic);
+	__u64 header = s->header, tx, rx;
+
+	if (!t)
+		return;
+	tx = header * ctx->segs_out + ctx->bytes_acked + (__u32)(ctx->snd_nxt - ctx->snd_una) +
+	     (__u64)ctx->total_retrans * ctx->mss_cache;
+	rx = header * ctx->segs_in + ctx->bytes_received;
+	__sync_fetch_and_add(&t->tx_bytes, tx);
+	__sync_fetch_and_add(&t->rx_bytes, rx);
+}
+
+SEC("sockops")
+int bh_sockops(struct bpf_sock_ops *ctx)
+{
+	__u64 cookie;
+	struct slot *s;
+
+	switch (ctx->op) {
+	case BPF_SOCK_OPS_TCP_CONNECT_CB:
+	case BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB:
+		break;
+	case BPF_SOCK_OPS_STATE_CB:
+		if (ctx->args[1] == BPF_TCP_CLOSE)
+			break;
+		return 1;
+	default:
+		return 1;
+	}
+	cookie = bpf_get_socket_cookie(ctx);
+	s = bpf_map_lookup_elem(&slots, &cookie);
+	if (!s)
+		return 1;
+
+	if (ctx->op == BPF_SOCK_OPS_STATE_CB) {
+		release_slot(s, *(volatile __u64 *)&s->word);
+		count_bytes(ctx, s);
+		bpf_map_delete_elem(&slots, &cookie);
+		return 1;
+	}
+
+	/*
+	 * OR: another program's flags are its own. Again when established, since
+	 * another program may have cleared ours in between.
+	 */
+	bpf_sock_ops_cb_flags_set(ctx, ctx->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_STATE_CB_FLAG);
+	if (ctx->op == BPF_SOCK_OPS_TCP_CONNECT_CB) {
+		s->flags |= SLOT_SENT;
+	} else {
+		/* Search the SYN-ACK for the timestamps option (kind 8, RFC 7323). */
+		__u8 option[12] = {8};
+
+		if (bpf_load_hdr_opt(ctx, option, sizeof(option), 0) > 0)
+			s->header += TCP_TIMESTAMPS;
+	}
+	return 1;
+}
+
+/*
+ * The last close of the descriptor. It always releases: waiting for CLOSE would
+ * hold a slot for minutes behind a dead peer. The entry of a connection that has
+ * sent its SYN stays until CLOSE, for its bytes; nothing else comes for the others.
+ */
+SEC("cgroup/sock_release")
+int bh_sock_release(struct bpf_sock *ctx)
+{
+	__u64 cookie = bpf_get_socket_cookie(ctx);
+	struct slot *s = bpf_map_lookup_elem(&slots, &cookie);
+
+	if (!s)
+		return 1;
+	release_slot(s, *(volatile __u64 *)&s->word);
+	if (!(s->flags & SLOT_SENT))
+		bpf_map_delete_elem(&slots, &cookie);
+	return 1;
+}
+
+/*
+ * UDP has no counters of its own, so its bytes are counted by packet; attached
+ * only while the plan names UDP. A packet that is to be cut into segments later
+ * gets its IP and UDP headers once for each.
+ */
+static __always_inline int count_udp(struct __sk_buff *skb, int out)
+{
+	struct bpf_sock *sk = skb->sk;
+	struct traffic_count *t;
+	__u64 cookie, bytes;
+	struct slot *s;
+	__u32 at;
+
+	if (!sk)
+		return 1;
+	sk = bpf_sk_fullsock(sk);
+	if (!sk || sk->protocol != IPPROTO_UDP)
+		return 1;
+	cookie = bpf_get_socket_cookie(skb);
+	s = bpf_map_lookup_elem(&slots, &cookie);
+	if (!s || s->word & SLOT_RELEASED)
+		return 1;
+	at = s->traffic;
+	t = bpf_map_lookup_elem(&traffic, &at);
+	if (!t)
+		return 1;
+	bytes = skb->len;
+	if (skb->gso_segs > 1)
+		bytes += (__u64)(skb->gso_segs - 1) * ((skb->protocol == bpf_htons(ETH_P_IPV6) ? 40 : 20) + UDP_HEADER);
+	__sync_fetch_and_add(out ? &t->tx_bytes : &t->rx_bytes, bytes);
+	return 1;
+}
+
+SEC("cgroup_skb/egress")
+int bh_egress(struct __sk_buff *skb)
+{
+	return count_udp(skb, 1);
+}
+
+SEC("cgroup_skb/ingress")
+int bh_ingress(struct __sk_buff *skb)
+{
+	return count_udp(skb, 0);
+}
+
+/* Retire a slot whose socket is proven gone: by the word, and leaving a tombstone. */
+SEC("syscall")
+int bh_retire(struct retire *a)
+{
+	__u64 cookie = a->cookie;
+	struct slot *s = bpf_map_lookup_elem(&slots, &cookie);
+
+	a->done = s ? release_slot(s, a->word) : 0;
+	return 0;
+}

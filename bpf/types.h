@@ -1,0 +1,212 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR Apache-2.0) */
+/*
+ * Every structure that the kernel programs share with user space, written once.
+ * Go gets them from this file's BTF through bpf2go; nothing is mirrored by hand.
+ *
+ * Padding is explicit. A change of a map's key, value or meaning is a new layout:
+ * raise BULKHEAD_LAYOUT, which is part of the pin path.
+ *
+ * Little endian only: bulkhead.in_use is the low half of the word that holds it.
+ */
+#ifndef BULKHEAD_TYPES_H
+#define BULKHEAD_TYPES_H
+
+#include <linux/types.h>
+
+#define MAX_HOLDS 7	   /* bulkheads on one route: one of each scope */
+#define MAX_LEVELS 32	   /* distinct cgroup depths that one plan may name */
+#define MAX_BULKHEADS 16384
+#define MAX_ROUTES 16384   /* also: traffic counters */
+#define MAX_SLOTS 131072   /* connections that hold something, node wide */
+#define LEAVES 512	   /* leaf cache entries per CPU; a power of two */
+
+/* Numbers that user space needs by name; an enum, because macros leave no BTF. */
+enum constant {
+	BULKHEAD_LAYOUT = 1,	   /* of the maps; part of the pin path */
+	PROVIDER_OTHER = 0,
+	COMPARTMENT_PROTECTED = 0xffff,
+	NO_LIMIT = 0xffffffff,
+	SLOT_RELEASED = 1,	   /* bit 0 of slot.word: its places are given back */
+	SLOT_CLAIMED = 2,	   /* bit 1 of slot.word: a hook is replacing the entry */
+};
+
+/*
+ * The one word that says what is in force. Bit 0 is the index of the generation
+ * (in every map of two), the rest is the epoch, which rises with every flip and
+ * with every change of who is in which compartment: it dates the leaf cache.
+ */
+struct control_word {
+	__u64 word;
+};
+
+/* What a generation has besides its maps. */
+struct gen {
+	__u32 generation;	   /* as users see it, from 1 */
+	__u32 providers;	   /* route of (c, p) is c * providers + p */
+	__u32 udp;		   /* the plan names UDP destinations */
+	__u32 levels;		   /* used entries of level */
+	__u8 level[MAX_LEVELS];	   /* cgroup depths to look at, deepest first */
+};
+
+struct dest_key {
+	__u32 prefixlen;	   /* in bits of addr, at most 128 */
+	__u8 addr[16];		   /* network order; IPv4 as ::ffff:a.b.c.d */
+};
+
+/*
+ * What an address of this prefix may match. Protocol and port are one number,
+ * protocol << 16 | port. Nearly every prefix has one range, so the first is here
+ * and the others, sorted and disjoint, in ports[more .. more+n).
+ */
+struct dest {
+	__u32 from, to;		   /* inclusive; from > to matches nothing */
+	__u32 provider;
+	__u32 more, n;
+};
+
+struct port_range {
+	__u32 from, to;		   /* inclusive */
+	__u32 provider;
+};
+
+struct hold {
+	__u32 bulkhead;		   /* index into bulkheads */
+	__u32 limit;		   /* NO_LIMIT only counts */
+};
+
+enum route_flag {
+	ROUTE_OBSERVE = 1,	   /* count what would be refused, refuse nothing */
+	ROUTE_COUNT_ONLY = 2,	   /* no slot: count the connection and let it pass */
+};
+
+/* What one compartment must hold to connect to one provider. */
+struct route {
+	__u32 traffic;		   /* index into traffic and refusals */
+	__u16 flags;		   /* enum route_flag */
+	__u16 n;		   /* used entries of holds */
+	__u16 err[MAX_HOLDS];	   /* what connect() fails with when holds[i] is full */
+	__u16 pad;
+	struct hold holds[MAX_HOLDS]; /* narrowest scope first, the provider's last */
+};
+
+enum reason {
+	REASON_FULL = 0,	   /* in_use had reached the limit */
+	REASON_CONTENDED = 1,	   /* lost every race for the last places */
+	REASONS = 2,
+};
+
+/*
+ * The count of one bulkhead, one cache line. in_use and peak are one word so
+ * that one compare-and-swap takes a place and keeps the peak exact. Limits are in
+ * the routes, so that a generation is judged by its own.
+ */
+struct bulkhead {
+	__u32 in_use;
+	__u32 peak;		   /* since the bulkhead exists */
+	__u64 accepted;
+	__u64 rejected[REASONS];
+	__u64 would_reject[REASONS]; /* in observe mode */
+	__u64 pad[2];
+};
+
+/* Traffic of one (compartment, provider). */
+struct traffic_count {
+	__u64 connections;	   /* admitted */
+	__u64 tx_bytes;		   /* IP bytes of closed connections, headers included */
+	__u64 rx_bytes;
+	__u64 pad;
+};
+
+/* The last refusal on a route that won the right to be told (one a second). */
+struct refusal {
+	__u64 claimed_ns;	   /* who sets it writes the rest, and at_ns last */
+	__u64 at_ns;		   /* CLOCK_MONOTONIC; 0 never */
+	__u64 total;		   /* refusals on the route, told or not */
+	__u32 pid;
+	__u32 bulkhead;		   /* the first that was full */
+	__u32 limit;
+	__u16 err;
+	__u16 port;		   /* host order */
+	__u8 reason;		   /* enum reason */
+	__u8 observed;		   /* 1: it was let through */
+	__u8 proto;
+	__u8 pad[5];
+	__u8 addr[16];
+	char comm[16];
+};
+
+enum slot_flag {
+	SLOT_SENT = 1,		   /* TCP_CONNECT_CB was seen: a change to CLOSE will follow */
+};
+
+/*
+ * One connection's hold on every bulkhead on its route, keyed by socket cookie.
+ * word is unique to this admission, with SLOT_RELEASED set once it has been given
+ * back: the compare-and-swap of that bit is the release, deleting the entry is
+ * housekeeping. Elements of a hash are reused at once, so nothing may be given back
+ * or written through a pointer without the word.
+ */
+struct slot {
+	__u64 word;
+	__u64 born_ns;		   /* CLOCK_MONOTONIC */
+	__u64 netns;		   /* network namespace cookie */
+	__u32 traffic;		   /* names the feature, tenant and provider */
+	__u32 n;
+	__u32 bulkheads[MAX_HOLDS];
+	__u32 pid;		   /* who connected; it may be gone */
+	char comm[16];
+	__u8 addr[16];
+	__u16 port;		   /* host order */
+	__u8 proto;
+	__u8 flags;		   /* enum slot_flag */
+	__u8 header;		   /* IP and TCP header bytes of an ordinary segment */
+	__u8 pad[3];
+};
+
+/* The leaf cache: a sequence lock of one CPU. */
+struct leaf {
+	__u64 seq;		   /* odd while it is being written */
+	__u64 cgroup;
+	__u64 epoch;
+	__u32 compartment;
+	__u32 pad;
+};
+
+/* Event counters that belong to no bulkhead. */
+enum total {
+	TOTAL_SLOTS_FULL = 0,	   /* admitted without a slot: no room in slots */
+	TOTAL_UNDERFLOW = 1,	   /* a release found a count of zero: a bug */
+	TOTAL_REFUSED_EARLIER = 2, /* denied by a program before ours: no slot taken */
+	TOTALS = 3,
+};
+
+/* Argument of the retire program. */
+struct retire {
+	__u64 cookie;
+	__u64 word;		   /* as it was seen */
+	__u32 done;		   /* out: 1 if this call gave it back */
+	__u32 pad;
+};
+
+/* Names, for user space and bpftool; the programs never read them. */
+struct bulkhead_name {
+	char scope[24];
+	char feature[48];
+	char tenant[48];
+	char provider[48];
+};
+
+struct traffic_name {
+	char feature[48];
+	char tenant[48];
+	char provider[48];
+};
+
+/* A piece of the plan in force, as JSON, for commands that run without the agent. */
+#define PLAN_CHUNK 4096
+struct plan_chunk {
+	__u32 used;
+	char text[PLAN_CHUNK - 4];
+};
+
+#endif

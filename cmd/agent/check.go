@@ -1,0 +1,72 @@
+package main
+
+import (
+	"fmt"
+
+	"github.com/spf13/cobra"
+
+	"bulkhead/internal/agent"
+	"bulkhead/pkg/policy"
+)
+
+func (a *app) checkCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "check FILE|DIR",
+		Short: "say everything that is wrong with a policy, with places",
+		Long: `Reads a policy, a file or a directory of *.yaml, and prints every error and
+every warning at once on stderr, as FILE:LINE:COL: message. Needs no root and
+looks at nothing but the files.
+
+Warnings are about what is legal and unwise, such as a limit of 1 (a serial
+queue, not isolation), and about what the agent of this release refuses.
+
+With -o json the compiled plan is printed on stdout: every compartment, every
+bulkhead with its limit, every route, every destination.
+
+Exit codes: 0 right (there may be warnings), 1 wrong or not readable.`,
+		Example: `  bulkhead check policy.yaml
+  bulkhead check -o json /etc/bulkhead | jq '.bulkheads[] | select(.limit != null)'`,
+		Args: cobra.ExactArgs(1),
+	}
+	out := outputFlag(cmd)
+	cmd.RunE = func(_ *cobra.Command, args []string) error {
+		plan, warnings, err := policy.Check(args[0])
+		a.printWarnings(warnings)
+		if err != nil {
+			return err
+		}
+		for _, w := range agent.Unbuilt(plan) {
+			fmt.Fprintf(a.stderr, "warning: the agent of this release refuses this policy: %v\n", w)
+		}
+		if out.json() {
+			return writeJSON(a.stdout, plan)
+		}
+		_, err = fmt.Fprintf(a.stdout, "%s is right: mode %s, %s, %s, %s, %s\n", args[0], plan.Mode,
+			plural(len(plan.Features)-1, "feature"), plural(len(plan.Tenants), "tenant"),
+			plural(len(plan.Providers)-1, "provider"), plural(limits(plan), "limit"))
+		return err
+	}
+	return cmd
+}
+
+func (a *app) printWarnings(warnings policy.Warnings) {
+	for _, w := range warnings {
+		fmt.Fprintf(a.stderr, "%s:%d:%d: warning: %s\n", w.File, w.Line, w.Col, w.Msg)
+	}
+}
+
+func limits(plan *policy.Plan) (n int) {
+	for _, b := range plan.Bulkheads {
+		if b.Limit != policy.Unlimited {
+			n++
+		}
+	}
+	return n
+}
+
+func plural(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}

@@ -1,0 +1,145 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"bulkhead/internal/agent"
+	"bulkhead/pkg/cgroup"
+	"bulkhead/pkg/conn"
+)
+
+// stopLimit is how long a running agent may take to stop.
+const stopLimit = 15 * time.Second
+
+func (a *app) detachCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "detach",
+		Short: "remove everything: limits, pins, empty slices, changed values",
+		Long: `Stops the agent of this instance if one runs, then removes the kernel programs and
+their pins, puts back every CPU and memory value that a policy replaced in
+cgroups of others, and removes our slices. Open connections are not touched.
+
+A slice that still has processes stays, with the kernel's default values; run
+detach again when they have ended. Detaching twice is no error.`,
+		Example: `  bulkhead detach`,
+		Args:    cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			tree, where, err := a.instance()
+			if err != nil {
+				return err
+			}
+			if err := a.stopAgent(cmd.Context(), where); err != nil {
+				return err
+			}
+			return a.detach(tree, where)
+		},
+	}
+}
+
+// stopAgent stops the agent that holds the pins, if one does, and waits for it.
+func (a *app) stopAgent(ctx context.Context, where conn.Options) error {
+	pid, ok := conn.Holder(where)
+	if !ok {
+		return nil
+	}
+	byHand := fmt.Sprintf("stop agent %d (kill -TERM %d), and detach again", pid, pid)
+	info, err := a.client().Info(ctx)
+	if errors.Is(err, agent.ErrNoAgent) {
+		return fmt.Errorf("agent %d holds the pins in %s and does not answer on %s: name its --admin-socket, or %s", pid, where.BPFFS, a.adminSocket, byHand)
+	}
+	if err != nil {
+		return err
+	}
+	// In another pid namespace its own number differs from ours, which is 0 then.
+	if pid != 0 && info.PID != pid {
+		return fmt.Errorf("agent %d holds the pins in %s, but agent %d answers on %s: name the right --admin-socket, or %s", pid, where.BPFFS, info.PID, a.adminSocket, byHand)
+	}
+	fmt.Fprintf(a.stdout, "stopping agent %d\n", info.PID)
+	if _, err := a.client().Stop(ctx); err != nil {
+		return err
+	}
+	poll := time.NewTicker(20 * time.Millisecond)
+	defer poll.Stop()
+	late := time.After(stopLimit)
+	for {
+		if _, ok := conn.Holder(where); !ok {
+			return nil
+		}
+		select {
+		case <-poll.C:
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-late:
+			return fmt.Errorf("agent %d has not stopped within %v; %s", info.PID, stopLimit, byHand)
+		}
+	}
+}
+
+func (a *app) detach(tree *cgroup.Tree, where conn.Options) error {
+	nothing := true
+	err := conn.Detach(where)
+	switch {
+	case err == nil:
+		nothing = false
+		fmt.Fprintf(a.stdout, "removed the programs from %s and the pins in %s\n", where.CgroupRoot, filepath.Join(where.BPFFS, "bulkhead"))
+	case !errors.Is(err, conn.ErrNotLoaded):
+		return err
+	}
+
+	before, err := ours(tree)
+	if err != nil {
+		return err
+	}
+	left, conds, err := tree.Remove()
+	if err != nil {
+		return err
+	}
+	after, err := ours(tree)
+	if err != nil {
+		return err
+	}
+	for _, path := range before {
+		if !slices.Contains(after, path) {
+			nothing = false
+			fmt.Fprintf(a.stdout, "removed cgroup %s\n", path)
+		}
+	}
+	for _, l := range left {
+		nothing = false
+		fmt.Fprintf(a.stdout, "left cgroup %s: %d processes in it; its values are the kernel's defaults\n", l.Path, l.Processes)
+	}
+	if nothing {
+		fmt.Fprintln(a.stdout, "nothing to remove")
+	}
+	if len(conds) > 0 {
+		var failed []error
+		for _, c := range conds {
+			failed = append(failed, fmt.Errorf("%s: %s", c.Reason, c.Message))
+		}
+		return fmt.Errorf("not everything could be put back:\n%w", errors.Join(failed...))
+	}
+	return nil
+}
+
+// ours are the paths of the cgroups below our parent slice, and that itself.
+func ours(tree *cgroup.Tree) ([]string, error) {
+	all, err := tree.Walk()
+	if err != nil {
+		return nil, err
+	}
+	var out []string
+	for _, c := range all {
+		if c.Path == "/bulkhead.slice" || strings.HasPrefix(c.Path, "/bulkhead.slice/") {
+			out = append(out, c.Path)
+		}
+	}
+	return out, nil
+}

@@ -1,0 +1,149 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"bulkhead/pkg/cgroup"
+	"bulkhead/pkg/conn"
+)
+
+// finding is one row of doctor.
+type finding struct {
+	Name   string `json:"name"`
+	OK     bool   `json:"ok"`
+	Fatal  bool   `json:"fatal"` // without it no connection can be limited
+	Detail string `json:"detail"`
+	Cost   string `json:"cost,omitempty"`
+	Cure   string `json:"cure,omitempty"`
+}
+
+func (a *app) doctorCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "doctor",
+		Short: "say what this node allows, and what each shortfall costs",
+		Long: `Looks at the kernel, its mounts and our capabilities, loads the kernel programs
+once to see that they verify (nothing is attached), and looks at the CPU and
+memory controllers. Each shortfall comes with its cost and its cure. Runs
+without root too, and says what it could not look at.
+
+Exit codes: 0 connections can be limited here (there may be lesser shortfalls),
+1 they cannot.`,
+		Example: `  bulkhead doctor
+  bulkhead doctor -o json | jq '.[] | select(.ok | not)'`,
+		Args: cobra.NoArgs,
+	}
+	out := outputFlag(cmd)
+	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
+		findings := a.examine(cmd.Context())
+		var err error
+		if out.json() {
+			err = writeJSON(a.stdout, findings)
+		} else {
+			err = a.printFindings(findings)
+		}
+		if err != nil {
+			return err
+		}
+		for _, f := range findings {
+			if f.Fatal && !f.OK {
+				return &exitError{code: exitFailed}
+			}
+		}
+		return nil
+	}
+	return cmd
+}
+
+func (a *app) examine(ctx context.Context) []finding {
+	var out []finding
+	tree, err := cgroup.Find(a.cgroupRoot)
+	where := conn.Options{BPFFS: a.bpffs, CgroupRoot: a.cgroupRoot}
+	if err == nil {
+		where.CgroupRoot = tree.Dir
+	}
+	for _, f := range conn.Probe(ctx, where) {
+		row := finding{Name: f.Name, OK: f.OK, Fatal: f.Fatal, Detail: f.Detail, Cost: f.Cost, Cure: f.Cure}
+		if f.Name == "cgroup2" && err != nil {
+			// It knows what there is and why it will not do.
+			row.OK, row.Detail = false, err.Error()
+		}
+		out = append(out, row)
+	}
+	if tree != nil {
+		out = append(out, controllerFindings(tree)...)
+	}
+	return append(out, a.neighbours(ctx, where)...)
+}
+
+func controllerFindings(tree *cgroup.Tree) []finding {
+	var out []finding
+	for _, c := range []struct{ name, cost string }{
+		{"cpu", "CPU weights and quotas are not set; connection limits work"},
+		{"memory", "memory limits are not set; connection limits work"},
+	} {
+		f := finding{Name: c.name + " controller", OK: true, Detail: "available in " + tree.Dir, Cost: c.cost,
+			Cure: "boot with systemd.unified_cgroup_hierarchy=1, so that cgroup v2 has all controllers"}
+		if cond, missing := tree.Shortfall(c.name); missing {
+			f.OK, f.Detail = false, cond.Message
+			switch cond.Reason {
+			case cgroup.ReasonControllerNotEnabled:
+				f.Cure = "let the cgroups above pass it on (cgroup.subtree_control)"
+			case cgroup.ReasonControllerNotInKernel:
+				f.Cure = "run a kernel that has it, and boot without cgroup_disable=" + c.name
+			}
+		}
+		out = append(out, f)
+	}
+	return out
+}
+
+// neighbours looks at who else is there: the agent, and programs of others on
+// our hooks.
+func (a *app) neighbours(ctx context.Context, where conn.Options) []finding {
+	agent := finding{Name: "agent", Cost: "limits stay in force as they are; nothing reloads, adopts or reconciles", Cure: "bulkhead agent --policy FILE"}
+	if info, err := a.client().Info(ctx); err == nil {
+		agent.OK, agent.Detail = true, fmt.Sprintf("pid %d, version %s", info.PID, info.Version)
+	} else {
+		agent.Detail = err.Error()
+	}
+	others := finding{Name: "other programs", OK: true, Detail: "none on our hooks",
+		Cost: "they may refuse a connect before or after bulkhead looks", Cure: "see whose they are: bpftool cgroup tree"}
+	programs, err := conn.Programs(where)
+	if err != nil {
+		others.OK, others.Detail = false, "not seen: "+err.Error()
+		others.Cost, others.Cure = "unknown", "run doctor as root"
+	}
+	var foreign []string
+	for _, p := range programs {
+		if !p.Ours {
+			foreign = append(foreign, strings.TrimSpace(fmt.Sprintf("%s %d %s", p.Hook, p.ID, p.Name)))
+		}
+	}
+	if len(foreign) > 0 {
+		others.OK, others.Detail = false, strings.Join(foreign, ", ")
+	}
+	return []finding{agent, others}
+}
+
+func (a *app) printFindings(findings []finding) error {
+	for _, f := range findings {
+		mark := "ok"
+		switch {
+		case !f.OK && f.Fatal:
+			mark = "FAIL"
+		case !f.OK:
+			mark = "short"
+		}
+		if _, err := fmt.Fprintf(a.stdout, "%-6s %-18s %s\n", mark, f.Name, f.Detail); err != nil {
+			return err
+		}
+		if !f.OK {
+			fmt.Fprintf(a.stdout, "%25s cost: %s\n%25s cure: %s\n", "", f.Cost, "", f.Cure)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,311 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"path"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"bulkhead/pkg/cgroup"
+	"bulkhead/pkg/conn"
+	"bulkhead/pkg/policy"
+)
+
+func (a *app) explainCommand() *cobra.Command {
+	var from, to string
+	proto := &format{value: "tcp", choices: []string{"tcp", "udp"}}
+	cmd := &cobra.Command{
+		Use:   "explain [--from PID|UNIT|CGROUP] [--to HOST:PORT]",
+		Short: "say which limits apply to whom, and why",
+		Long: `Says which compartment a process, unit or cgroup is in and which cgroup decides
+it, which provider an address is, which bulkheads a connection between them must
+hold, and whether one would be let through now. Shows the last refusals on that
+route. Without --from it is about this shell; without --to, about every
+provider. Works while the agent is down. Needs root.
+
+A host name is resolved here and now; the workload may get other addresses.`,
+		Example: `  bulkhead explain --from 4711 --to 10.20.0.5:8000
+  bulkhead explain --from chat.service --to api.example.com:443
+  bulkhead explain --from /system.slice/chat.service`,
+		Args: cobra.NoArgs,
+	}
+	cmd.Flags().StringVar(&from, "from", "", "`WHO`: a process id, a unit's name, or a cgroup's path")
+	cmd.Flags().StringVar(&to, "to", "", "`HOST:PORT` of a destination")
+	cmd.Flags().Var(proto, "proto", "protocol of the destination")
+	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
+		var host string
+		var port uint16
+		if to != "" {
+			h, p, err := net.SplitHostPort(to)
+			n, nerr := strconv.ParseUint(p, 10, 16)
+			if err != nil || nerr != nil || h == "" {
+				return wrongUse("--to %q is not HOST:PORT", to)
+			}
+			host, port = h, uint16(n)
+		}
+		tree, where, err := a.instance()
+		if err != nil {
+			return err
+		}
+		snap, err := snapshot(cmd.Context(), where)
+		if err != nil {
+			return err
+		}
+		e := &explainer{app: a, tree: tree, snap: snap}
+		comp, counted, err := e.from(from)
+		if err != nil {
+			return err
+		}
+		if !counted {
+			return nil
+		}
+		p := policy.TCP
+		if proto.value == "udp" {
+			p = policy.UDP
+		}
+		return e.to(cmd.Context(), comp, host, port, p)
+	}
+	return cmd
+}
+
+type explainer struct {
+	app  *app
+	tree *cgroup.Tree
+	snap *conn.Snapshot
+}
+
+func (e *explainer) say(format string, args ...any) {
+	fmt.Fprintf(e.app.stdout, format+"\n", args...)
+}
+
+// from says where who is, and which compartment that is. It is not counted if
+// it is protected.
+func (e *explainer) from(who string) (comp uint32, counted bool, err error) {
+	all, err := e.tree.Walk()
+	if err != nil {
+		return 0, false, err
+	}
+	at, err := e.find(who, all)
+	if err != nil {
+		return 0, false, err
+	}
+	if at.ID == 1 {
+		e.say("the root cgroup is never refused: the kernel's own threads are in it")
+		return 0, false, nil
+	}
+	byPath := make(map[string]cgroup.Cgroup, len(all))
+	for _, c := range all {
+		byPath[c.Path] = c
+	}
+	members := make(map[uint64]conn.Member, len(e.snap.Members))
+	for _, m := range e.snap.Members {
+		members[m.CgroupID] = m
+	}
+	plan := e.snap.Plan
+	for p := at.Path; ; p = path.Dir(p) {
+		m, ok := members[byPath[p].ID]
+		switch {
+		case ok && m.Protected:
+			e.say("protected, because %s is on the protect list: never refused, never counted", p)
+			return 0, false, nil
+		case ok && int(m.Compartment) < len(plan.Compartments):
+			c := plan.Compartments[m.Compartment]
+			why := "adopted by " + c.Feature + "'s match"
+			if p == c.Slice {
+				why = "its own slice"
+			}
+			e.say("compartment %s, because of %s (%s)", named(c.Feature, c.Tenant), p, why)
+			return m.Compartment, true, nil
+		}
+		if p == "/" {
+			break
+		}
+	}
+	e.say("compartment %s, because none of its cgroups is in another", policy.DefaultFeature)
+	return 0, true, nil
+}
+
+// find says which cgroup is meant.
+func (e *explainer) find(who string, all []cgroup.Cgroup) (cgroup.Cgroup, error) {
+	if who == "" {
+		who = strconv.Itoa(os.Getpid())
+		e.say("this shell:")
+	}
+	if pid, err := strconv.Atoi(who); err == nil {
+		c, err := e.tree.Of(pid)
+		if errors.Is(err, cgroup.ErrGone) {
+			return c, fmt.Errorf("process %d: there is none", pid)
+		}
+		if err != nil {
+			return c, err
+		}
+		comm, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid))
+		e.say("process %d (%s) is in cgroup %s", pid, strings.TrimSpace(string(comm)), c.Path)
+		return c, nil
+	}
+	if strings.HasPrefix(who, "/") {
+		p := who
+		if rel, err := filepath.Rel(e.tree.Dir, who); err == nil && !strings.HasPrefix(rel, "..") {
+			p = path.Join("/", rel)
+		}
+		c, err := e.tree.Get(p)
+		if err == nil {
+			e.say("cgroup %s", c.Path)
+		}
+		return c, err
+	}
+	var found []cgroup.Cgroup
+	for _, c := range all {
+		if base := path.Base(c.Path); base == who || base == who+".service" {
+			found = append(found, c)
+		}
+	}
+	if len(found) == 0 {
+		return cgroup.Cgroup{}, fmt.Errorf("no cgroup of the name %s, or %s.service: is the unit running?", who, who)
+	}
+	if len(found) > 1 {
+		var paths []string
+		for _, c := range found {
+			paths = append(paths, c.Path)
+		}
+		return cgroup.Cgroup{}, fmt.Errorf("%s is the name of several cgroups, give one by its path: %s", who, strings.Join(paths, ", "))
+	}
+	e.say("unit %s is cgroup %s", who, found[0].Path)
+	return found[0], nil
+}
+
+// to explains the routes of a compartment: to one destination, or to all
+// providers if host is "".
+func (e *explainer) to(ctx context.Context, comp uint32, host string, port uint16, proto policy.Proto) error {
+	if host == "" {
+		for i := range e.snap.Plan.Providers {
+			if err := e.route(comp, uint32(i)); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	addrs, err := e.resolve(ctx, host)
+	if err != nil {
+		return err
+	}
+	var providers []uint32
+	for _, addr := range addrs {
+		i := e.snap.Plan.Lookup(addr, port, proto)
+		name := e.snap.Plan.Providers[i].Name
+		if prefix, ok := e.prefix(addr); ok && i != 0 {
+			e.say("%s is provider %s, by %s", netip.AddrPortFrom(addr, port), name, prefix)
+		} else {
+			e.say("%s %s is provider %s: no destination of the policy has it", netip.AddrPortFrom(addr, port), proto, name)
+		}
+		if !slices.Contains(providers, i) {
+			providers = append(providers, i)
+		}
+	}
+	for _, i := range providers {
+		if err := e.route(comp, i); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (e *explainer) resolve(ctx context.Context, host string) ([]netip.Addr, error) {
+	if addr, err := netip.ParseAddr(host); err == nil {
+		return []netip.Addr{addr.Unmap()}, nil
+	}
+	addrs, err := net.DefaultResolver.LookupNetIP(ctx, "ip", host)
+	if err != nil {
+		return nil, fmt.Errorf("--to: %w", err)
+	}
+	var texts []string
+	for i := range addrs {
+		addrs[i] = addrs[i].Unmap()
+		texts = append(texts, addrs[i].String())
+	}
+	e.say("%s resolves here and now to %s; the workload may get other addresses", host, strings.Join(texts, ", "))
+	return addrs, nil
+}
+
+// prefix is the destination that decides for an address: the longest that
+// covers it.
+func (e *explainer) prefix(addr netip.Addr) (best netip.Prefix, ok bool) {
+	for _, d := range e.snap.Plan.Destinations {
+		if d.Prefix.Contains(addr) && (!ok || d.Prefix.Bits() > best.Bits()) {
+			best, ok = d.Prefix, true
+		}
+	}
+	return best, ok
+}
+
+// route explains one route.
+func (e *explainer) route(comp, provider uint32) error {
+	plan := e.snap.Plan
+	c, name := plan.Compartments[comp], plan.Providers[provider].Name
+	r := plan.Route(comp, provider)
+	e.say("\nroute %s -> %s: %s", named(c.Feature, c.Tenant), name, e.verdict(r))
+	if len(r.Holds) > 0 {
+		rows := [][]string{{"  HOLDS", "IN USE", "LIMIT"}}
+		for _, i := range r.Holds {
+			b := plan.Bulkheads[i]
+			rows = append(rows, []string{"  " + b.Key.String(), fmt.Sprint(e.inUse(b.Key)), limitText(b)})
+		}
+		if err := table(e.app.stdout, rows...); err != nil {
+			return err
+		}
+	}
+	for _, f := range e.snap.Refusals {
+		if f.Feature != c.Feature || f.Tenant != c.Tenant || f.Provider != name {
+			continue
+		}
+		what := "refused"
+		if f.Observed {
+			what = "would have been refused"
+		}
+		e.say("  %s ago pid %d (%s) to %s %s: %s was %s at %s; %d on this route in all",
+			age(time.Since(f.Time)), f.PID, f.Comm, f.Remote, what, f.Bulkhead, f.Reason, f.Limit, f.Total)
+	}
+	return nil
+}
+
+// verdict is what a connect on the route would get now.
+func (e *explainer) verdict(r policy.Route) string {
+	plan := e.snap.Plan
+	if r.CountOnly {
+		return "let through, only counted: no limit names it"
+	}
+	for _, i := range r.Holds {
+		b := plan.Bulkheads[i]
+		if b.Limit == policy.Unlimited || e.inUse(b.Key) < uint32(b.Limit) {
+			continue
+		}
+		if plan.Mode == policy.Observe {
+			return fmt.Sprintf("let through now, and counted as a would-be refusal: %s is full (mode observe)", b.Key)
+		}
+		errno := policy.ErrnoName(b.Errno)
+		if !conn.HaveErrno() {
+			errno = "EPERM"
+		}
+		return fmt.Sprintf("refused now with %s: %s is full", errno, b.Key)
+	}
+	return "let through now"
+}
+
+func (e *explainer) inUse(key policy.Key) uint32 {
+	for _, b := range e.snap.Bulkheads {
+		if b.Key == key {
+			return b.InUse
+		}
+	}
+	return 0
+}

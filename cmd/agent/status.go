@@ -1,0 +1,477 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"bulkhead/internal/agent"
+	"bulkhead/pkg/cgroup"
+	"bulkhead/pkg/conn"
+	"bulkhead/pkg/policy"
+)
+
+// status is the contract's document. Fields are only ever added.
+type status struct {
+	SchemaVersion int           `json:"schema_version"`
+	Time          time.Time     `json:"time"`
+	Node          string        `json:"node"`
+	Agent         agentStatus   `json:"agent"`
+	Generation    uint32        `json:"generation"` // 0: nothing is in force
+	PolicyHash    string        `json:"policy_hash"`
+	Mode          policy.Mode   `json:"mode"`
+	Compartments  []compartment `json:"compartments"`
+	Bulkheads     []bulkhead    `json:"bulkheads"`
+	Traffic       []traffic     `json:"traffic"`
+	Slots         slots         `json:"slots"`
+	// Conditions are shortfalls; empty if all is well.
+	Conditions []cgroup.Condition `json:"conditions"`
+}
+
+// agentStatus has only Running set while no agent answers.
+type agentStatus struct {
+	Running bool       `json:"running"`
+	Version string     `json:"version,omitempty"`
+	PID     int        `json:"pid,omitempty"`
+	Since   *time.Time `json:"since,omitempty"`
+}
+
+type compartment struct {
+	Feature string       `json:"feature"`
+	Tenant  string       `json:"tenant"`
+	Class   policy.Class `json:"class"`
+	// Processes are those in this compartment and in no other.
+	Processes int      `json:"processes"`
+	Cgroups   []member `json:"cgroups"`
+}
+
+type member struct {
+	Path    string `json:"path"`
+	ID      uint64 `json:"id"`
+	Adopted bool   `json:"adopted"`
+	// CompetesIn is the cgroup whose children share CPU by weight with this one.
+	CompetesIn string            `json:"competes_in"`
+	CPU        cgroup.CPUStat    `json:"cpu"`
+	Memory     cgroup.MemoryStat `json:"memory"`
+}
+
+type bulkhead struct {
+	policy.Key
+	Feature     string            `json:"feature"` // always there, "" where the scope has none
+	Tenant      string            `json:"tenant"`
+	Provider    string            `json:"provider"`
+	Limit       policy.Limit      `json:"limit"`
+	InUse       uint32            `json:"in_use"`
+	Peak        uint32            `json:"peak"`
+	Accepted    uint64            `json:"accepted"`
+	Rejected    map[string]uint64 `json:"rejected"`
+	WouldReject map[string]uint64 `json:"would_reject"`
+	Draining    bool              `json:"draining,omitempty"`
+}
+
+type traffic struct {
+	Feature     string  `json:"feature"`
+	Tenant      string  `json:"tenant"`
+	Provider    string  `json:"provider"`
+	Connections uint64  `json:"connections_total"`
+	TxBytes     *uint64 `json:"tx_bytes"` // null where bytes are not counted
+	RxBytes     *uint64 `json:"rx_bytes"`
+}
+
+type slots struct {
+	InUse uint64 `json:"in_use"`
+	Max   uint64 `json:"max"`
+	Full  uint64 `json:"full_total"`
+}
+
+func (a *app) statusCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "status",
+		Short: "show what is in force, live counts, and what falls short",
+		Long: `Shows the policy in force, every bulkhead with its limit and live count, the
+compartments with their cgroups and CPU, traffic, and conditions. It reads the
+kernel's own maps, so it works while the agent is down. Needs root.
+
+Each condition is a shortfall: {type, status, reason, message}. With --check the
+exit code is 1 if anything needs attention: the agent is not running, nothing is
+in force, programs are not attached, the last reload was refused, CPU or memory
+values that the policy asks for are not in force, slots ran out, or counts went
+wrong. Informative conditions do not count: Errno (this kernel fails connect()
+with EPERM whatever the policy says), Programs (others have programs on our
+hooks), Namespaces (some sockets could not be looked at), Slices (a feature left
+the policy and its processes are still running).`,
+		Example: `  bulkhead status
+  bulkhead status -o json | jq '.bulkheads[] | select(.in_use == .limit)'
+  bulkhead status --check && echo all is well`,
+		Args: cobra.NoArgs,
+	}
+	out := outputFlag(cmd)
+	check := cmd.Flags().Bool("check", false, "exit 1 if anything needs attention")
+	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
+		s, err := a.status(cmd.Context())
+		if err != nil {
+			return err
+		}
+		if out.json() {
+			err = writeJSON(a.stdout, s)
+		} else {
+			err = s.table(a.stdout)
+		}
+		if err == nil && *check && slices.ContainsFunc(s.Conditions, needsAttention) {
+			return &exitError{code: exitFailed}
+		}
+		return err
+	}
+	return cmd
+}
+
+// The types of conditions that status finds itself; the others come from the
+// agent and from pkg/cgroup.
+const (
+	condAgent      = "Agent"
+	condLoaded     = "Loaded"
+	condAttached   = "Attached"
+	condErrno      = "Errno"
+	condPrograms   = "Programs"
+	condSlots      = "Slots"
+	condCounts     = "Counts"
+	condNamespaces = "Namespaces"
+	condSlices     = "Slices"
+)
+
+// needsAttention is what --check fails on, and its help lists.
+func needsAttention(c cgroup.Condition) bool {
+	return !slices.Contains([]string{condErrno, condPrograms, condNamespaces, condSlices}, c.Type)
+}
+
+func shortfall(typ, reason, format string, args ...any) cgroup.Condition {
+	return cgroup.Condition{Type: typ, Status: "False", Reason: reason, Message: fmt.Sprintf(format, args...)}
+}
+
+// status gathers everything. What is not loaded is a condition, not an error.
+func (a *app) status(ctx context.Context) (*status, error) {
+	tree, where, err := a.instance()
+	if err != nil {
+		return nil, err
+	}
+	node, err := os.Hostname()
+	if err != nil {
+		return nil, fmt.Errorf("name of this node: %w", err)
+	}
+	s := &status{SchemaVersion: 1, Time: time.Now(), Node: node, Compartments: []compartment{}, Bulkheads: []bulkhead{}, Traffic: []traffic{}, Conditions: []cgroup.Condition{}}
+	info, running := a.askAgent(ctx, s, where)
+
+	snap, err := snapshot(ctx, where)
+	if errors.Is(err, conn.ErrNotLoaded) {
+		s.Conditions = append(s.Conditions, shortfall(condLoaded, "NotLoaded", "%v", err))
+		return s, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	s.Time, s.Generation, s.PolicyHash, s.Mode = snap.Time, snap.Generation, snap.Plan.Hash, snap.Plan.Mode
+	if s.Compartments, err = compartments(tree, snap); err != nil {
+		return nil, err
+	}
+	s.fill(snap)
+	if running {
+		s.Conditions = append(s.Conditions, info.Conditions...)
+	} else {
+		s.Conditions = append(s.Conditions, controllers(tree, snap.Plan)...)
+	}
+	s.Conditions = append(s.Conditions, kernelConditions(snap, where)...)
+	return s, nil
+}
+
+// askAgent fills in what the agent says of itself.
+func (a *app) askAgent(ctx context.Context, s *status, where conn.Options) (agent.Info, bool) {
+	info, err := a.client().Info(ctx)
+	if err == nil {
+		s.Agent = agentStatus{Running: true, Version: info.Version, PID: info.PID, Since: &info.Since}
+		return info, true
+	}
+	message := err.Error()
+	if pid, ok := conn.Holder(where); ok {
+		message = fmt.Sprintf("agent %d holds the pins in %s, but: %v", pid, where.BPFFS, err)
+	}
+	s.Conditions = append(s.Conditions, shortfall(condAgent, "NotRunning", "%s; limits stay in force, but nothing reloads, adopts or reconciles", message))
+	return info, false
+}
+
+func (s *status) fill(snap *conn.Snapshot) {
+	for _, b := range snap.Bulkheads {
+		s.Bulkheads = append(s.Bulkheads, bulkhead{
+			Key: b.Key, Feature: b.Feature, Tenant: b.Tenant, Provider: b.Provider,
+			Limit: b.Limit, InUse: b.InUse, Peak: b.Peak, Accepted: b.Accepted,
+			Rejected: b.Rejected, WouldReject: b.WouldReject, Draining: b.Draining,
+		})
+	}
+	for _, t := range snap.Traffic {
+		row := traffic{Feature: t.Feature, Tenant: t.Tenant, Provider: t.Provider, Connections: t.Connections}
+		if t.Bytes {
+			row.TxBytes, row.RxBytes = &t.TxBytes, &t.RxBytes
+		}
+		s.Traffic = append(s.Traffic, row)
+	}
+	s.Slots = slots{InUse: snap.Totals.Slots, Max: snap.Totals.SlotsMax, Full: snap.Totals.SlotsFull}
+}
+
+// compartments joins the plan with the cgroups that the kernel has for it.
+func compartments(tree *cgroup.Tree, snap *conn.Snapshot) ([]compartment, error) {
+	all, err := tree.Walk()
+	if err != nil {
+		return nil, err
+	}
+	out := make([]compartment, len(snap.Plan.Compartments))
+	for i, c := range snap.Plan.Compartments {
+		out[i] = compartment{Feature: c.Feature, Tenant: c.Tenant, Class: c.Class, Cgroups: []member{}}
+	}
+	// Cgroups that are nested in others of the list give their processes to
+	// whoever is around them: the deepest decides. Parents come first.
+	owner := map[string]int{}
+	for _, m := range placed(snap, all) {
+		i := int(m.Compartment)
+		stat, err := tree.Stat(m.cgroup.Path)
+		if errors.Is(err, cgroup.ErrGone) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		for p := path.Dir(m.cgroup.Path); p != "/" && p != "."; p = path.Dir(p) {
+			if around, ok := owner[p]; ok {
+				out[around].Processes -= stat.Processes
+				break
+			}
+		}
+		owner[m.cgroup.Path] = i
+		out[i].Processes += stat.Processes
+		out[i].Cgroups = append(out[i].Cgroups, member{
+			Path: m.cgroup.Path, ID: m.cgroup.ID, Adopted: m.cgroup.Path != snap.Plan.Compartments[i].Slice,
+			CompetesIn: path.Dir(m.cgroup.Path), CPU: stat.CPU, Memory: stat.Memory,
+		})
+	}
+	// Everything else is default's, but for what came and went meanwhile.
+	total, err := tree.Processes("/")
+	if err != nil {
+		return nil, err
+	}
+	for _, c := range out[1:] {
+		total -= c.Processes
+	}
+	out[0].Processes = max(total, 0)
+	return out, nil
+}
+
+// placedMember is a member of the plan in force whose cgroup still exists.
+type placedMember struct {
+	conn.Member
+	cgroup cgroup.Cgroup
+}
+
+// placed are the members that are in compartments, parents first.
+func placed(snap *conn.Snapshot, all []cgroup.Cgroup) []placedMember {
+	byID := make(map[uint64]conn.Member, len(snap.Members))
+	for _, m := range snap.Members {
+		byID[m.CgroupID] = m
+	}
+	var out []placedMember
+	for _, c := range all {
+		m, ok := byID[c.ID]
+		if ok && !m.Protected && int(m.Compartment) < len(snap.Plan.Compartments) {
+			out = append(out, placedMember{m, c})
+		}
+	}
+	return out
+}
+
+// controllers are the shortfalls that can be seen without the agent.
+func controllers(tree *cgroup.Tree, plan *policy.Plan) []cgroup.Condition {
+	var out []cgroup.Condition
+	asked := map[string]bool{}
+	for _, f := range plan.Features {
+		asked["cpu"] = asked["cpu"] || f.CPU != nil
+		asked["memory"] = asked["memory"] || f.Memory != nil
+	}
+	for _, name := range []string{"cpu", "memory"} {
+		if !asked[name] || plan.Mode == policy.Observe {
+			continue
+		}
+		if c, missing := tree.Shortfall(name); missing {
+			out = append(out, c)
+		}
+	}
+	return out
+}
+
+// kernelConditions are what the kernel side itself shows.
+func kernelConditions(snap *conn.Snapshot, where conn.Options) []cgroup.Condition {
+	var out []cgroup.Condition
+	programs, err := conn.Programs(where)
+	if err != nil {
+		out = append(out, shortfall(condPrograms, "NotRead", "%v", err))
+	} else {
+		out = append(out, attached(programs, where)...)
+	}
+	if !conn.HaveErrno() {
+		out = append(out, shortfall(condErrno, "FallbackEPERM", "this kernel (before 5.18) fails a refused connect() with EPERM whatever the policy says"))
+	}
+	t := snap.Totals
+	if t.SlotsFull > 0 {
+		out = append(out, shortfall(condSlots, "Full", "%d connections were let through uncounted because all %d slots were in use", t.SlotsFull, t.SlotsMax))
+	}
+	if t.Underflow > 0 {
+		out = append(out, shortfall(condCounts, "Underflow", "%d releases found a count of zero: please report this as a bug", t.Underflow))
+	}
+	if len(snap.Unseen) > 0 {
+		out = append(out, shortfall(condNamespaces, "NotRead", "sockets of these network namespaces could not be read, their bytes count when they close: %s", strings.Join(snap.Unseen, "; ")))
+	}
+	return out
+}
+
+// hooks without which connections are not limited or not released.
+func requiredHooks() []string { return []string{"connect4", "connect6", "sock_release", "sockops"} }
+
+func attached(programs []conn.Program, where conn.Options) []cgroup.Condition {
+	var out []cgroup.Condition
+	var missing, foreign []string
+	for _, hook := range requiredHooks() {
+		if !slices.ContainsFunc(programs, func(p conn.Program) bool { return p.Ours && p.Hook == hook }) {
+			missing = append(missing, hook)
+		}
+	}
+	for _, p := range programs {
+		if !p.Ours {
+			foreign = append(foreign, strings.TrimSpace(fmt.Sprintf("%s: program %d %s", p.Hook, p.ID, p.Name)))
+		}
+	}
+	if len(missing) > 0 {
+		out = append(out, shortfall(condAttached, "Missing", "not attached to %s: %s; start the agent again", where.CgroupRoot, strings.Join(missing, ", ")))
+	}
+	if len(foreign) > 0 {
+		out = append(out, shortfall(condPrograms, "Foreign", "others have programs on the same hooks, which may refuse before or after bulkhead: %s", strings.Join(foreign, ", ")))
+	}
+	return out
+}
+
+// table is the document for people: what is busy first.
+func (s *status) table(w io.Writer) error {
+	agentText := "not running"
+	if s.Agent.Running {
+		agentText = fmt.Sprintf("pid %d, %s, since %s", s.Agent.PID, s.Agent.Version, s.Agent.Since.Format(time.RFC3339))
+	}
+	policyText := "none in force"
+	if s.Generation > 0 {
+		policyText = fmt.Sprintf("generation %d, mode %s, %s", s.Generation, s.Mode, s.PolicyHash)
+	}
+	if err := table(w, []string{"agent", agentText}, []string{"policy", policyText}); err != nil {
+		return err
+	}
+	if s.Generation > 0 {
+		fmt.Fprintln(w)
+		if err := table(w, s.bulkheadRows()...); err != nil {
+			return err
+		}
+		fmt.Fprintln(w)
+		if err := table(w, s.compartmentRows()...); err != nil {
+			return err
+		}
+		fmt.Fprintln(w)
+		if err := table(w, s.trafficRows()...); err != nil {
+			return err
+		}
+	}
+	for i, c := range s.Conditions {
+		if i == 0 {
+			fmt.Fprintln(w)
+		}
+		fmt.Fprintf(w, "%s: %s: %s\n", c.Type, c.Reason, c.Message)
+	}
+	return nil
+}
+
+func (s *status) bulkheadRows() [][]string {
+	rows := [][]string{{"SCOPE", "FEATURE", "TENANT", "PROVIDER", "IN USE", "LIMIT", "PEAK", "ACCEPTED", "REJECTED", "WOULD REJECT", ""}}
+	for _, b := range s.Bulkheads {
+		note := ""
+		switch {
+		case b.Draining:
+			note = "draining"
+		case b.Limit != policy.Unlimited && b.InUse >= uint32(b.Limit):
+			note = "full"
+		}
+		rows = append(rows, []string{b.Scope.String(), dash(b.Feature), dash(b.Tenant), dash(b.Provider),
+			fmt.Sprint(b.InUse), b.Limit.String(), fmt.Sprint(b.Peak), count(b.Accepted), count(sum(b.Rejected)), count(sum(b.WouldReject)), note})
+	}
+	return rows
+}
+
+func (s *status) compartmentRows() [][]string {
+	rows := [][]string{{"COMPARTMENT", "CLASS", "PROCESSES", "CGROUP", "WEIGHT", "QUOTA", "CPU TIME", "THROTTLED", "MEMORY"}}
+	for _, c := range s.Compartments {
+		name, class, processes := named(c.Feature, c.Tenant), string(c.Class), fmt.Sprint(c.Processes)
+		if len(c.Cgroups) == 0 {
+			rows = append(rows, []string{name, class, processes, "-", "-", "-", "-", "-", "-"})
+		}
+		for _, m := range c.Cgroups {
+			at := m.Path
+			if m.Adopted {
+				at += " (adopted)"
+			}
+			rows = append(rows, []string{name, class, processes, at, weightText(m.CPU), quotaText(m.CPU.Max),
+				age(time.Duration(m.CPU.UsageUsec) * time.Microsecond), age(time.Duration(m.CPU.ThrottledUsec) * time.Microsecond), memoryText(m.Memory)})
+			name, class, processes = "", "", ""
+		}
+	}
+	return rows
+}
+
+func weightText(c cgroup.CPUStat) string {
+	switch {
+	case c.Idle:
+		return "idle"
+	case c.Weight == nil:
+		return "-"
+	}
+	return fmt.Sprint(*c.Weight)
+}
+
+func quotaText(q *cgroup.Quota) string {
+	if q == nil || q.PeriodUsec == 0 {
+		return "-"
+	}
+	return fmt.Sprintf("%d%%", q.QuotaUsec*100/q.PeriodUsec)
+}
+
+func memoryText(m cgroup.MemoryStat) string {
+	if m.Current == nil {
+		return "-"
+	}
+	return size(*m.Current)
+}
+
+func (s *status) trafficRows() [][]string {
+	rows := slices.Clone(s.Traffic)
+	slices.SortStableFunc(rows, func(a, b traffic) int { return cmp.Compare(b.Connections, a.Connections) })
+	out := [][]string{{"COMPARTMENT", "PROVIDER", "CONNECTIONS", "SENT", "RECEIVED"}}
+	for _, t := range rows {
+		if t.Connections == 0 {
+			continue
+		}
+		tx, rx := "-", "-"
+		if t.TxBytes != nil {
+			tx, rx = size(*t.TxBytes), size(*t.RxBytes)
+		}
+		out = append(out, []string{named(t.Feature, t.Tenant), t.Provider, count(t.Connections), tx, rx})
+	}
+	return out
+}

@@ -1,0 +1,363 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"bulkhead/internal/metrics"
+	"bulkhead/pkg/cgroup"
+	"bulkhead/pkg/conn"
+	"bulkhead/pkg/policy"
+)
+
+// Options are what an agent is told at its start.
+type Options struct {
+	Policy      string // a file, or a directory of *.yaml
+	CgroupRoot  string // "": the true root, found by type
+	BPFFS       string // a bpf file system
+	AdminSocket string
+	// Listen are the addresses of the metrics listener; WebConfig is the path of
+	// its TLS and user configuration, or "".
+	Listen    []string
+	WebConfig string
+	// ReadyFile is written, with the pid, once limits are in force and metrics
+	// can be scraped, and removed at the end; "" for none.
+	ReadyFile string
+	// Hangup asks for a reload, as SIGHUP.
+	Hangup <-chan os.Signal
+	Build  metrics.Build
+	Log    *slog.Logger
+}
+
+const (
+	tickEvery      = time.Second
+	reconcileEvery = 30 * time.Second
+	// reconcileLimit bounds how long a reload may have to wait for reconciling.
+	reconcileLimit = 10 * time.Second
+)
+
+// agent is the owner's state: only the goroutine of Run touches it, except for
+// what is atomic.
+type agent struct {
+	o      Options
+	log    *slog.Logger
+	since  time.Time
+	tree   *cgroup.Tree
+	kernel *conn.Kernel
+	reader *conn.Reader
+
+	plan       *policy.Plan // in force; nil if none is
+	generation uint32
+	placement  placement
+
+	setup, values, reconcile []cgroup.Condition
+	draining                 string
+	complaints               map[string]string
+	told                     told
+
+	tried    string // content hash that was tried last, "" if that is not known
+	last     Outcome
+	failures uint64
+
+	reclaimed, reconcileErrors uint64
+
+	info   atomic.Pointer[Info]
+	groups atomic.Pointer[groups]
+}
+
+// groups are the cgroups of the compartments, for readers.
+type groups struct {
+	plan *policy.Plan
+	list []cgroup.Adopted
+}
+
+// Run brings the policy into force and keeps it there until ctx is done. Then
+// it returns nil and leaves the limits in force.
+//
+// The error of a policy that is wrong is policy.Errors; then, as with any error
+// before the limits are in force, nothing on the node has changed. Another
+// agent on the same pins is a conn.BusyError.
+func Run(ctx context.Context, o Options) (err error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+
+	tried := contentHash(o.Policy)
+	plan, warnings, err := Load(o.Policy)
+	if err != nil {
+		return err
+	}
+	a := &agent{o: o, log: o.Log, since: time.Now(), tried: tried, told: told{}, complaints: map[string]string{}}
+	if a.tree, err = cgroup.Find(o.CgroupRoot); err != nil {
+		return err
+	}
+	where := conn.Options{CgroupRoot: a.tree.Dir, BPFFS: o.BPFFS}
+	// Asked before anything is listened on: "address in use" would be true, and
+	// hide why.
+	if pid, ok := conn.Holder(where); ok {
+		return &conn.BusyError{Dir: filepath.Join(o.BPFFS, "bulkhead"), PID: pid}
+	}
+	web, err := listenWeb(o.Listen, o.WebConfig)
+	if err != nil {
+		return err
+	}
+	defer web.close()
+	admin, err := listenAdmin(ctx, o.AdminSocket)
+	if err != nil {
+		return err
+	}
+	defer admin.Close()
+
+	if err := a.takeOver(ctx, where); err != nil {
+		return err
+	}
+	if a.kernel, err = conn.Open(where); err != nil {
+		return err
+	}
+	defer a.kernel.Close()
+	if err := a.commit(plan); err != nil {
+		return err
+	}
+	a.ended("start", warnings, nil)
+	if a.reader, err = conn.OpenReader(where); err != nil {
+		return fmt.Errorf("read back what is in force: %w", err)
+	}
+	defer a.reader.Close()
+	return a.serve(ctx, cancel, web, admin)
+}
+
+// takeOver learns what an agent before this one left in force: which slices
+// are still needed if this start fails, and which refusals were told.
+func (a *agent) takeOver(ctx context.Context, where conn.Options) error {
+	r, err := conn.OpenReader(where)
+	if errors.Is(err, conn.ErrNotLoaded) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	s, err := r.Snapshot(ctx)
+	if err != nil {
+		return err
+	}
+	a.plan, a.generation = s.Plan, s.Generation
+	a.told.news(s.Refusals)
+	a.log.Info("taking over what is in force", "generation", s.Generation, "hash", s.Plan.Hash, "connections", len(s.Connections))
+	return nil
+}
+
+// request is somebody's wish for a reload.
+type request chan Outcome
+
+// serve runs everything that has to run beside the owner, and then the owner's
+// loop.
+func (a *agent) serve(ctx context.Context, stop func(), web *webServer, admin net.Listener) (err error) {
+	handler, err := metrics.Handler(metrics.New(a.o.Build, a.sources()))
+	if err != nil {
+		return fmt.Errorf("metrics: %w", err)
+	}
+	requests := make(chan request)
+	adminHTTP := adminServer(asked{
+		info: func() Info { return *a.info.Load() },
+		stop: stop,
+		reload: func(waiting context.Context) (Outcome, error) {
+			reply := make(request, 1)
+			select {
+			case requests <- reply:
+			case <-waiting.Done():
+				return Outcome{}, waiting.Err()
+			case <-ctx.Done():
+				return Outcome{}, errors.New("the agent is stopping")
+			}
+			// Once it is taken it is answered.
+			return <-reply, nil
+		},
+	}, a.log)
+
+	failed := make(chan error, 2)
+	contents := make(chan string)
+	ctx, end := context.WithCancel(ctx)
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer end()
+	wg.Go(func() { failed <- web.serve(handler, a.log) })
+	wg.Go(func() { failed <- adminHTTP.Serve(admin) })
+	wg.Go(func() { newWatcher(a.o.Policy, a.tried, a.log).run(ctx, contents) })
+	defer web.close()
+	defer func() {
+		// An answer that is being written (to the request to stop) is finished.
+		grace, cancel := context.WithTimeout(context.Background(), time.Second)
+		defer cancel()
+		_ = adminHTTP.Shutdown(grace)
+	}()
+
+	if err := a.ready(); err != nil {
+		return err
+	}
+	defer a.notReady()
+	return a.loop(ctx, requests, contents, failed)
+}
+
+func (a *agent) loop(ctx context.Context, requests <-chan request, contents <-chan string, failed <-chan error) error {
+	tick := time.NewTicker(tickEvery)
+	defer tick.Stop()
+	reconcile := time.NewTicker(reconcileEvery)
+	defer reconcile.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			a.log.Info("stopped; the limits stay in force (bulkhead detach removes them)", "generation", a.generation)
+			return nil
+		case err := <-failed:
+			if errors.Is(err, http.ErrServerClosed) || errors.Is(err, net.ErrClosed) {
+				continue
+			}
+			return fmt.Errorf("a listener failed; the limits stay in force: %w", err)
+		case <-a.o.Hangup:
+			a.reload("SIGHUP")
+		case reply := <-requests:
+			reply <- a.reload("request")
+		case hash := <-contents:
+			if hash != a.tried {
+				a.reload("file")
+			}
+		case <-tick.C:
+			a.tick()
+		case <-reconcile.C:
+			a.reconcileOnce(ctx)
+		}
+	}
+}
+
+// reconcileOnce compares slots with sockets.
+func (a *agent) reconcileOnce(ctx context.Context) {
+	limited, cancel := context.WithTimeout(ctx, reconcileLimit)
+	defer cancel()
+	r, err := a.kernel.Reconcile(limited)
+	if ctx.Err() != nil {
+		return // interrupted by the end, not by a fault
+	}
+	errs := r.Errors
+	if err != nil {
+		errs = append(errs, err)
+	}
+	a.reclaimed += uint64(r.Reclaimed)
+	a.reconcileErrors += uint64(len(errs))
+	if r.Reclaimed > 0 {
+		a.log.Info("freed slots whose connections are gone", "slots", r.Reclaimed)
+	}
+	a.complain("compare all slots with their sockets", errors.Join(errs...))
+	a.reconcile = nil
+	if len(errs) > 0 {
+		a.reconcile = []cgroup.Condition{condition("Namespaces", "NotRead", errors.Join(errs...))}
+	}
+	a.publish()
+}
+
+// publish makes what the owner knows readable for others.
+func (a *agent) publish() {
+	conds := slices.Concat(a.setup, a.values, a.reconcile)
+	if a.draining != "" {
+		conds = append(conds, cgroup.Condition{Type: "Slices", Status: "False", Reason: "Draining",
+			Message: "not in the policy any more, and still with processes: " + a.draining})
+	}
+	if a.last.Error != "" {
+		conds = append(conds, cgroup.Condition{Type: "Reload", Status: "False", Reason: "Refused", Message: a.last.Error})
+	}
+	var unique []cgroup.Condition
+	for _, c := range conds {
+		if !slices.Contains(unique, c) {
+			unique = append(unique, c)
+		}
+	}
+	a.info.Store(&Info{
+		Version: a.o.Build.Version, PID: os.Getpid(), Since: a.since, Policy: a.o.Policy,
+		Generation: a.generation, PolicyHash: a.plan.Hash, Conditions: unique,
+		LastReload: a.last, ReloadFailures: a.failures,
+		SlotsReclaimed: a.reclaimed, ReconcileErrors: a.reconcileErrors,
+	})
+}
+
+// sources is where the metrics come from: what is published, and what the
+// kernel holds.
+func (a *agent) sources() metrics.Sources {
+	return metrics.Sources{
+		Connections: a.reader.Snapshot,
+		CPU: func(context.Context) ([]metrics.Cgroup, error) {
+			g := a.groups.Load()
+			return readCPU(a.tree, g)
+		},
+		Agent: func() metrics.Agent {
+			i := a.info.Load()
+			return metrics.Agent{
+				Generation: i.Generation, LastReload: i.LastReload.Time, LastReloadSuccessful: i.LastReload.Error == "",
+				ReloadFailures: i.ReloadFailures, SlotsReclaimed: i.SlotsReclaimed, ReconcileErrors: i.ReconcileErrors,
+			}
+		},
+	}
+}
+
+func readCPU(tree *cgroup.Tree, g *groups) ([]metrics.Cgroup, error) {
+	var out []metrics.Cgroup
+	for _, c := range g.list {
+		stat, err := tree.Stat(c.Path)
+		if errors.Is(err, cgroup.ErrGone) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		k := g.plan.Compartments[c.Compartment]
+		out = append(out, metrics.Cgroup{Feature: k.Feature, Tenant: k.Tenant, ID: c.ID, Path: c.Path, CPU: stat.CPU})
+	}
+	return out, nil
+}
+
+// ready writes the ready file in one step: who waits for it never reads half.
+func (a *agent) ready() error {
+	if a.o.ReadyFile == "" {
+		return nil
+	}
+	tmp := a.o.ReadyFile + "." + strconv.Itoa(os.Getpid())
+	err := os.WriteFile(tmp, []byte(strconv.Itoa(os.Getpid())+"\n"), 0o644)
+	if err == nil {
+		err = os.Rename(tmp, a.o.ReadyFile)
+	}
+	if err != nil {
+		return fmt.Errorf("ready file: %w (the limits are in force)", errors.Join(err, ignoreMissing(os.Remove(tmp))))
+	}
+	return nil
+}
+
+func (a *agent) notReady() {
+	if a.o.ReadyFile == "" {
+		return
+	}
+	// Only our own: another agent may have been given the same file.
+	pid, err := os.ReadFile(a.o.ReadyFile)
+	if err == nil && strings.TrimSpace(string(pid)) == strconv.Itoa(os.Getpid()) {
+		err = os.Remove(a.o.ReadyFile)
+	}
+	if ignoreMissing(err) != nil {
+		a.log.Warn("remove the ready file", "error", err.Error())
+	}
+}
+
+func ignoreMissing(err error) error {
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	return err
+}

@@ -1,0 +1,274 @@
+package agent
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"time"
+
+	"bulkhead/pkg/cgroup"
+	"bulkhead/pkg/conn"
+	"bulkhead/pkg/policy"
+)
+
+// Load reads and compiles the policy at a path, a file or a directory, and
+// refuses what this release cannot enforce. It changes nothing.
+func Load(path string) (*policy.Plan, policy.Warnings, error) {
+	plan, warnings, err := policy.Check(path)
+	if err == nil {
+		err = errors.Join(Unbuilt(plan)...)
+	}
+	return plan, warnings, err
+}
+
+// Unbuilt lists what a plan asks for and the agent of this release cannot do.
+// A part of a policy that is silently not enforced would be worse than none.
+func Unbuilt(plan *policy.Plan) []error {
+	var out []error
+	for _, p := range plan.Providers {
+		if len(p.Hosts) > 0 {
+			out = append(out, fmt.Errorf("provider %s: names are not built yet (hosts: %s): give its addresses as cidrs", p.Name, strings.Join(p.Hosts, ", ")))
+		}
+	}
+	return append(out, cgroup.Unsupported(plan)...)
+}
+
+// placement is which cgroups a plan puts where, at one moment.
+type placement struct {
+	members []conn.Member
+	adopted []cgroup.Adopted
+	// groups are the cgroups of all compartments: our slices, and those adopted.
+	groups []cgroup.Adopted
+	// missing are slices of the plan that do not exist.
+	missing bool
+}
+
+func place(plan *policy.Plan, all []cgroup.Cgroup) placement {
+	p := placement{adopted: cgroup.Adopt(plan, all)}
+	byPath := make(map[string]cgroup.Cgroup, len(all))
+	for _, c := range all {
+		byPath[c.Path] = c
+	}
+	for i, c := range plan.Compartments {
+		if c.Slice == "" {
+			continue
+		}
+		slice, ok := byPath[c.Slice]
+		if !ok {
+			p.missing = true
+			continue
+		}
+		p.groups = append(p.groups, cgroup.Adopted{Compartment: uint32(i), Cgroup: slice})
+	}
+	p.groups = append(p.groups, p.adopted...)
+	protected := cgroup.Protected(plan, all)
+	for _, c := range protected {
+		p.members = append(p.members, conn.Member{CgroupID: c.ID, Level: c.Level, Protected: true})
+	}
+	for _, g := range p.groups {
+		// Protection wins: a glob that adopts sshd's cgroup among others must
+		// not lock anybody out.
+		if !slices.ContainsFunc(protected, func(c cgroup.Cgroup) bool { return c.ID == g.ID }) {
+			p.members = append(p.members, conn.Member{CgroupID: g.ID, Level: g.Level, Compartment: g.Compartment})
+		}
+	}
+	return p
+}
+
+// reload tries the policy as it is on disk now and says how that ended. Only
+// the owner calls it.
+func (a *agent) reload(trigger string) Outcome {
+	before := contentHash(a.o.Policy)
+	plan, warnings, err := Load(a.o.Policy)
+	if contentHash(a.o.Policy) == before {
+		a.tried = before
+	} else {
+		// Which content was read is not known; the watcher will bring the next.
+		a.tried = ""
+	}
+	if err == nil {
+		err = a.commit(plan)
+	}
+	return a.ended(trigger, warnings, err)
+}
+
+// ended records the outcome of a reload, logs and publishes it.
+func (a *agent) ended(trigger string, warnings policy.Warnings, err error) Outcome {
+	out := Outcome{Time: time.Now(), Trigger: trigger, Generation: a.generation, Warnings: []string{}}
+	for _, w := range warnings {
+		out.Warnings = append(out.Warnings, w.String())
+	}
+	if err != nil {
+		out.Error = err.Error()
+		a.failures++
+		a.log.Error("the policy was refused, the one before stays in force", "trigger", trigger,
+			"policy", a.o.Policy, "generation", a.generation, "errors", strings.Split(out.Error, "\n"))
+	} else {
+		for _, w := range out.Warnings {
+			a.log.Warn("policy", "warning", w)
+		}
+		a.log.Info("the policy is in force", "trigger", trigger, "policy", a.o.Policy,
+			"generation", a.generation, "hash", a.plan.Hash, "mode", string(a.plan.Mode))
+	}
+	a.last = out
+	a.publish()
+	return out
+}
+
+// commit brings a plan into force. On an error nothing in force has changed.
+func (a *agent) commit(plan *policy.Plan) (err error) {
+	conds, err := a.tree.EnsureSlices(plan)
+	defer func() {
+		if err != nil {
+			a.rollBackSlices()
+		}
+	}()
+	if err != nil {
+		return err
+	}
+	all, err := a.tree.Walk()
+	if err != nil {
+		return err
+	}
+	p := place(plan, all)
+	generation, err := a.kernel.Apply(plan, p.members)
+	if generation == 0 {
+		return err
+	}
+
+	// In force. What fails from here on is a condition: to call the reload
+	// failed would be untrue.
+	if err != nil {
+		conds = append(conds, condition("Kernel", "CleanUpFailed", err))
+	}
+	a.plan, a.generation = plan, generation
+	a.setup = conds
+	a.settle(p)
+	a.prune()
+	return nil
+}
+
+// settle makes p the placement in force, values included. The kernel's members
+// are already set.
+func (a *agent) settle(p placement) {
+	a.placement = p
+	conds, err := a.tree.SetValues(a.plan, p.adopted)
+	if err != nil {
+		conds = append(conds, condition(cgroup.TypeCPU, cgroup.ReasonWriteFailed, err))
+	}
+	a.values = conds
+	a.groups.Store(&groups{plan: a.plan, list: p.groups})
+}
+
+// prune removes slices that left the plan and leaves whose command has ended.
+func (a *agent) prune() {
+	left, err := a.tree.Prune(a.plan)
+	a.complain("remove cgroups that are not used any more", err)
+	var draining []string
+	for _, l := range left {
+		draining = append(draining, fmt.Sprintf("%s (%d processes)", l.Path, l.Processes))
+	}
+	if text := strings.Join(draining, ", "); text != a.draining {
+		a.draining = text
+		if text != "" {
+			a.log.Info("slices left the policy and still have processes, which are in no compartment now", "slices", text)
+		}
+	}
+}
+
+// rollBackSlices removes the slices of a plan that did not come into force.
+func (a *agent) rollBackSlices() {
+	inForce := a.plan
+	if inForce == nil {
+		inForce = &policy.Plan{}
+	}
+	_, err := a.tree.Prune(inForce)
+	a.complain("remove the slices that were just made", err)
+}
+
+// complain logs an error of something that is tried again and again, once for
+// each new text.
+func (a *agent) complain(what string, err error) {
+	text := ""
+	if err != nil {
+		text = err.Error()
+	}
+	if a.complaints[what] == text {
+		return
+	}
+	a.complaints[what] = text
+	if err != nil {
+		a.log.Warn("could not "+what, "error", text)
+	}
+}
+
+func condition(typ, reason string, err error) cgroup.Condition {
+	return cgroup.Condition{Type: typ, Status: "False", Reason: reason, Message: err.Error()}
+}
+
+// tick is done every second: cgroups come and go, refusals happen, commands end.
+func (a *agent) tick() {
+	refusals, err := a.reader.Refusals()
+	a.complain("read refusals", err)
+	for _, r := range a.told.news(refusals) {
+		logRefusal(a.log, r)
+	}
+
+	all, err := a.tree.Walk()
+	a.complain("look for new cgroups", err)
+	if err != nil {
+		return
+	}
+	p := place(a.plan, all)
+	if p.missing {
+		// Somebody removed a slice of ours while it was empty.
+		conds, err := a.tree.EnsureSlices(a.plan)
+		a.complain("make slices again", err)
+		if err != nil {
+			return
+		}
+		a.setup = conds
+		if all, err = a.tree.Walk(); err != nil {
+			return
+		}
+		p = place(a.plan, all)
+	}
+	if !slices.Equal(p.members, a.placement.members) {
+		err := a.kernel.SetMembers(p.members)
+		a.complain("tell the kernel of cgroups", err)
+		if err != nil {
+			return // and try again in a second
+		}
+		appeared, gone := cgroup.Diff(a.placement.adopted, p.adopted)
+		a.logAdopted("adopted a cgroup", appeared)
+		a.logAdopted("an adopted cgroup is gone", gone)
+		a.settle(p)
+		a.publish()
+	}
+	if slices.ContainsFunc(all, func(c cgroup.Cgroup) bool { return a.unused(c) }) {
+		a.prune()
+	}
+}
+
+// unused reports whether a cgroup of ours is none of the plan's slices, so that
+// it may be removed once it is empty.
+func (a *agent) unused(c cgroup.Cgroup) bool {
+	const ours = "/bulkhead.slice/"
+	if !strings.HasPrefix(c.Path, ours) {
+		return false
+	}
+	return !slices.ContainsFunc(a.plan.Compartments, func(k policy.Compartment) bool { return k.Slice == c.Path })
+}
+
+func (a *agent) logAdopted(msg string, list []cgroup.Adopted) {
+	for _, c := range list {
+		log := slog.Group("compartment")
+		if int(c.Compartment) < len(a.plan.Compartments) {
+			k := a.plan.Compartments[c.Compartment]
+			log = slog.Group("compartment", "feature", k.Feature, "tenant", k.Tenant)
+		}
+		a.log.Info(msg, "cgroup", c.Path, "id", c.ID, log)
+	}
+}

@@ -1,0 +1,55 @@
+package agent
+
+import (
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"time"
+
+	"github.com/prometheus/exporter-toolkit/web"
+)
+
+// webServer is the metrics listener.
+type webServer struct {
+	listeners []net.Listener
+	config    string
+}
+
+// listenWeb listens on every address, or on none. config is the path of a web
+// configuration file (TLS, users) as in the Prometheus exporter toolkit, or "".
+func listenWeb(addresses []string, config string) (*webServer, error) {
+	if err := web.Validate(config); err != nil {
+		return nil, fmt.Errorf("web configuration %s: %w", config, err)
+	}
+	s := &webServer{config: config}
+	for _, a := range addresses {
+		l, err := net.Listen("tcp", a)
+		if err != nil {
+			s.close()
+			return nil, fmt.Errorf("metrics listener: %w", err)
+		}
+		s.listeners = append(s.listeners, l)
+	}
+	return s, nil
+}
+
+func (s *webServer) close() {
+	for _, l := range s.listeners {
+		l.Close()
+	}
+}
+
+// serve serves until the listeners are closed or one of them fails.
+func (s *webServer) serve(metrics http.Handler, log *slog.Logger) error {
+	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", metrics)
+	mux.HandleFunc("GET /-/healthy", func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, "ok\n") })
+	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) {
+		io.WriteString(w, "bulkhead agent: see /metrics\n")
+	})
+	server := &http.Server{Handler: mux, ReadHeaderTimeout: 5 * time.Second}
+	systemd := false
+	return web.ServeMultiple(s.listeners, server, &web.FlagConfig{WebConfigFile: &s.config, WebSystemdSocket: &systemd}, log)
+}

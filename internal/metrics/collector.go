@@ -1,0 +1,234 @@
+package metrics
+
+import (
+	"context"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"bulkhead/pkg/conn"
+	"bulkhead/pkg/policy"
+)
+
+// patience is how long a scrape waits for a reading before it answers with the
+// last one. Prometheus's own default timeout is 10 s.
+const patience = 800 * time.Millisecond
+
+// Build says which program this is.
+type Build struct{ Version, Revision, GoVersion string }
+
+// Agent is the agent's own state at one moment.
+type Agent struct {
+	// Generation in force; 0 if none is.
+	Generation uint32
+	// LastReload is when a policy was last tried, well or not; the first is the
+	// start.
+	LastReload time.Time
+	// LastReloadSuccessful: and it came into force.
+	LastReloadSuccessful bool
+	ReloadFailures       uint64
+	SlotsReclaimed       uint64
+	ReconcileErrors      uint64
+}
+
+// Sources are read at scrape time, from several goroutines but each by one at
+// a time.
+type Sources struct {
+	Connections func(context.Context) (*conn.Snapshot, error)
+	CPU         func(context.Context) ([]Cgroup, error)
+	// Agent returns at once.
+	Agent func() Agent
+}
+
+// Collector makes metrics of Sources. It is safe for concurrent scrapes.
+type Collector struct {
+	build       Build
+	agent       func() Agent
+	connections source[*conn.Snapshot]
+	cpu         source[[]Cgroup]
+	d           descs
+
+	mu     sync.Mutex // one scrape at a time remembers what it exported
+	floor  floor
+	ledger *ledger
+}
+
+// New returns a Collector that reads s.
+func New(build Build, s Sources) *Collector {
+	return &Collector{
+		build:       build,
+		agent:       s.Agent,
+		connections: source[*conn.Snapshot]{read: s.Connections, patience: patience},
+		cpu:         source[[]Cgroup]{read: s.CPU, patience: patience},
+		d:           newDescs(),
+		floor:       floor{},
+		ledger:      newLedger(),
+	}
+}
+
+// descs are all metrics that there are.
+type descs struct {
+	current, max, accepted, rejected, wouldReject *prometheus.Desc
+	bytes, connections                            *prometheus.Desc
+	cpuUsage, cpuPeriods                          *prometheus.Desc
+	cpuThrottledPeriods, cpuThrottled             *prometheus.Desc
+	generation, reloadOK, reloadTime, reloadFails *prometheus.Desc
+	reclaimed, reconcileErrors                    *prometheus.Desc
+	slots, slotsMax, slotsFull                    *prometheus.Desc
+	underflow, refusedEarlier                     *prometheus.Desc
+	scrapeOK, buildInfo                           *prometheus.Desc
+}
+
+func newDescs() descs {
+	desc := func(name, help string, labels ...string) *prometheus.Desc {
+		return prometheus.NewDesc("bulkhead_"+name, help, labels, nil)
+	}
+	bulkhead := []string{"scope", "feature_group", "tenant", "provider"}
+	reason := append(slices.Clone(bulkhead), "reason")
+	route := []string{"feature_group", "tenant", "provider"}
+	group := []string{"feature_group", "tenant"}
+	return descs{
+		current:     desc("concurrent_current", "Connections that hold the bulkhead now. One connection holds one bulkhead of each scope on its route: fix scope before summing.", bulkhead...),
+		max:         desc("max_concurrent", "Limit of the bulkhead; absent when unlimited.", bulkhead...),
+		accepted:    desc("accepted_total", "Connections that were let through the bulkhead.", bulkhead...),
+		rejected:    desc("rejected_total", "Connections that were refused because the bulkhead was full, or contended; counted on the most specific full one.", reason...),
+		wouldReject: desc("would_reject_total", "Connections that mode observe let through and mode enforce would have refused.", reason...),
+		bytes:       desc("bytes_total", "IP bytes, headers included, that a compartment exchanged with a provider; absent where bytes are not counted.", append(slices.Clone(route), "direction")...),
+		connections: desc("connections_total", "Connections of a compartment to a provider that were let through.", route...),
+
+		cpuUsage:            desc("cpu_usage_seconds_total", "Processor time of the compartment's cgroups, without that of other compartments nested in them.", group...),
+		cpuPeriods:          desc("cpu_periods_total", "Periods in which a quota of the compartment's cgroups was counted.", group...),
+		cpuThrottledPeriods: desc("cpu_throttled_periods_total", "Periods in which a quota of the compartment's cgroups ran out.", group...),
+		cpuThrottled:        desc("cpu_throttled_seconds_total", "Time for which a quota held back the compartment's cgroups.", group...),
+
+		generation:  desc("policy_generation", "Generation of the policy in force; each change that comes into force adds one."),
+		reloadOK:    desc("policy_last_reload_successful", "Whether the policy that was tried last came into force. If not, the one before it is in force."),
+		reloadTime:  desc("policy_last_reload_timestamp_seconds", "When a policy was last tried, successfully or not."),
+		reloadFails: desc("policy_reload_failures_total", "Policies that were tried and refused."),
+
+		reclaimed:       desc("slots_reclaimed_total", "Slots that reconciling freed because their connection was gone."),
+		reconcileErrors: desc("reconcile_errors_total", "Network namespaces or tables that reconciling could not read; nothing is freed there."),
+
+		slots:          desc("slots", "Connections that hold a slot now."),
+		slotsMax:       desc("slots_max", "Connections that can hold a slot at one time."),
+		slotsFull:      desc("slots_full_total", "Connections that were let through uncounted because there was no room for their slot."),
+		underflow:      desc("underflow_total", "Releases that found a count of zero. Anything but 0 is a bug in bulkhead."),
+		refusedEarlier: desc("refused_earlier_total", "Connections that another program on the same hook had refused before bulkhead looked."),
+
+		scrapeOK:  desc("scrape_success", "Whether the collector was read for this scrape; 0 means that its values are those of an earlier one, or missing.", "collector"),
+		buildInfo: desc("build_info", "Always 1; the labels say which build this is.", "version", "revision", "goversion"),
+	}
+}
+
+// Describe implements prometheus.Collector.
+func (c *Collector) Describe(ch chan<- *prometheus.Desc) {
+	d := c.d
+	for _, desc := range []*prometheus.Desc{
+		d.current, d.max, d.accepted, d.rejected, d.wouldReject, d.bytes, d.connections,
+		d.cpuUsage, d.cpuPeriods, d.cpuThrottledPeriods, d.cpuThrottled,
+		d.generation, d.reloadOK, d.reloadTime, d.reloadFails, d.reclaimed, d.reconcileErrors,
+		d.slots, d.slotsMax, d.slotsFull, d.underflow, d.refusedEarlier, d.scrapeOK, d.buildInfo,
+	} {
+		ch <- desc
+	}
+}
+
+// emit sends one metric.
+type emit func(d *prometheus.Desc, t prometheus.ValueType, value float64, labels ...string)
+
+// Collect implements prometheus.Collector.
+func (c *Collector) Collect(ch chan<- prometheus.Metric) {
+	var put emit = func(d *prometheus.Desc, t prometheus.ValueType, value float64, labels ...string) {
+		ch <- prometheus.MustNewConstMetric(d, t, value, labels...)
+	}
+	// Both at once, so that two slow sources cost one patience.
+	var wg sync.WaitGroup
+	var cgroups []Cgroup
+	var haveCPU, freshCPU bool
+	wg.Go(func() { cgroups, haveCPU, freshCPU = c.cpu.get() })
+	snap, have, fresh := c.connections.get()
+	wg.Wait()
+
+	put(c.d.scrapeOK, prometheus.GaugeValue, number(fresh), "connections")
+	put(c.d.scrapeOK, prometheus.GaugeValue, number(freshCPU), "cgroups")
+	put(c.d.buildInfo, prometheus.GaugeValue, 1, c.build.Version, c.build.Revision, c.build.GoVersion)
+	c.collectAgent(put)
+
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if have {
+		c.collectConnections(put, snap)
+	}
+	if haveCPU {
+		c.collectCPU(put, cgroups)
+	}
+}
+
+func (c *Collector) collectAgent(put emit) {
+	a := c.agent()
+	put(c.d.generation, prometheus.GaugeValue, float64(a.Generation))
+	put(c.d.reloadOK, prometheus.GaugeValue, number(a.LastReloadSuccessful))
+	put(c.d.reloadTime, prometheus.GaugeValue, float64(a.LastReload.UnixMilli())/1000)
+	put(c.d.reloadFails, prometheus.CounterValue, float64(a.ReloadFailures))
+	put(c.d.reclaimed, prometheus.CounterValue, float64(a.SlotsReclaimed))
+	put(c.d.reconcileErrors, prometheus.CounterValue, float64(a.ReconcileErrors))
+}
+
+func (c *Collector) collectConnections(put emit, s *conn.Snapshot) {
+	for _, b := range s.Bulkheads {
+		key := []string{b.Scope.String(), b.Feature, b.Tenant, b.Provider}
+		put(c.d.current, prometheus.GaugeValue, float64(b.InUse), key...)
+		if b.Limit != policy.Unlimited {
+			put(c.d.max, prometheus.GaugeValue, float64(b.Limit), key...)
+		}
+		put(c.d.accepted, prometheus.CounterValue, float64(b.Accepted), key...)
+		reasons(put, c.d.rejected, b.Rejected, key)
+		reasons(put, c.d.wouldReject, b.WouldReject, key)
+	}
+	for _, t := range s.Traffic {
+		put(c.d.connections, prometheus.CounterValue, float64(t.Connections), t.Feature, t.Tenant, t.Provider)
+		if !t.Bytes {
+			continue
+		}
+		for direction, n := range map[string]uint64{"tx": t.TxBytes, "rx": t.RxBytes} {
+			n = c.floor.atLeast(series{t.Feature, t.Tenant, t.Provider, direction}, n)
+			put(c.d.bytes, prometheus.CounterValue, float64(n), t.Feature, t.Tenant, t.Provider, direction)
+		}
+	}
+	t := s.Totals
+	put(c.d.slots, prometheus.GaugeValue, float64(t.Slots))
+	put(c.d.slotsMax, prometheus.GaugeValue, float64(t.SlotsMax))
+	put(c.d.slotsFull, prometheus.CounterValue, float64(t.SlotsFull))
+	put(c.d.underflow, prometheus.CounterValue, float64(t.Underflow))
+	put(c.d.refusedEarlier, prometheus.CounterValue, float64(t.RefusedEarlier))
+}
+
+// reasons exports a count for every reason, and "full" always: a series that
+// appears with its first refusal hides that refusal from rate().
+func reasons(put emit, d *prometheus.Desc, counts map[string]uint64, key []string) {
+	if _, ok := counts["full"]; !ok {
+		put(d, prometheus.CounterValue, 0, append(slices.Clone(key), "full")...)
+	}
+	for reason, n := range counts {
+		put(d, prometheus.CounterValue, float64(n), append(slices.Clone(key), reason)...)
+	}
+}
+
+func (c *Collector) collectCPU(put emit, cgroups []Cgroup) {
+	const usec = 1e6
+	for g, t := range c.ledger.add(cgroups) {
+		put(c.d.cpuUsage, prometheus.CounterValue, float64(t.usage)/usec, g.feature, g.tenant)
+		put(c.d.cpuPeriods, prometheus.CounterValue, float64(t.periods), g.feature, g.tenant)
+		put(c.d.cpuThrottledPeriods, prometheus.CounterValue, float64(t.throttledPeriods), g.feature, g.tenant)
+		put(c.d.cpuThrottled, prometheus.CounterValue, float64(t.throttled)/usec, g.feature, g.tenant)
+	}
+}
+
+func number(b bool) float64 {
+	if b {
+		return 1
+	}
+	return 0
+}

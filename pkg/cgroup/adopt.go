@@ -1,0 +1,171 @@
+package cgroup
+
+import (
+	"fmt"
+	"path"
+	"strings"
+
+	"github.com/bmatcuk/doublestar/v4"
+
+	"bulkhead/pkg/policy"
+)
+
+// Adopted is an existing cgroup that belongs to a compartment: it and
+// everything below it, down to the next adopted cgroup.
+type Adopted struct {
+	Compartment uint32 // index into Plan.Compartments
+	Cgroup
+}
+
+// Adopt returns the cgroups of a walk that the plan's match items name, sorted
+// as the walk is. Only items with no key but cgroup take part (Unsupported
+// names the others). The first item that matches wins, in the order of the
+// file. A cgroup is left out if its nearest adopted ancestor belongs to the
+// same compartment, which covers it. The tree's root, our own slices, and what
+// is Protected, at and below, are never adopted: a wide glob must neither lock
+// anybody out of sshd nor give it the values of a batch job.
+func Adopt(plan *policy.Plan, all []Cgroup) []Adopted {
+	type name struct{ feature, tenant string }
+	ids := make(map[name]uint32, len(plan.Compartments))
+	for i, c := range plan.Compartments {
+		ids[name{c.Feature, c.Tenant}] = uint32(i)
+	}
+	type item struct {
+		glob        string
+		compartment uint32
+	}
+	var items []item
+	for _, f := range plan.Features {
+		for _, m := range f.Match {
+			id, ok := ids[name{f.Name, m.Tenant}]
+			if ok && m.Cgroup != "" && len(otherKeys(m)) == 0 {
+				items = append(items, item{m.Cgroup, id})
+			}
+		}
+	}
+
+	var out []Adopted
+	protected := make(map[string]bool) // at and below
+	for _, c := range Protected(plan, all) {
+		protected[c.Path] = true
+	}
+	inside := map[string]uint32{} // compartment in force at and below a path
+	for _, c := range all {
+		if protected[path.Dir(c.Path)] {
+			protected[c.Path] = true
+		}
+		if c.Path == "/" || isOurs(c.Path) || protected[c.Path] {
+			continue
+		}
+		around, covered := inside[path.Dir(c.Path)]
+		if covered {
+			inside[c.Path] = around
+		}
+		for _, it := range items {
+			if !match(it.glob, c.Path) {
+				continue
+			}
+			if !covered || around != it.compartment {
+				out = append(out, Adopted{it.compartment, c})
+				inside[c.Path] = it.compartment
+			}
+			break
+		}
+	}
+	return out
+}
+
+func isOurs(p string) bool {
+	return p == parentSlice || strings.HasPrefix(p, parentSlice+"/")
+}
+
+// match takes a name as it is before it takes it as a glob: unit names have
+// backslashes of their own (foo\x2dbar.service). A trailing slash means nothing.
+func match(glob, name string) bool {
+	if glob == name {
+		return true
+	}
+	ok, err := doublestar.Match(strings.TrimSuffix(glob, "/"), name)
+	return ok && err == nil
+}
+
+// Diff says which adopted cgroups appeared and which disappeared. A cgroup
+// that was removed and made again, or came to another compartment, did both.
+func Diff(before, after []Adopted) (appeared, gone []Adopted) {
+	missing := func(from, in []Adopted) []Adopted {
+		have := make(map[Adopted]bool, len(in))
+		for _, a := range in {
+			have[a] = true
+		}
+		var out []Adopted
+		for _, a := range from {
+			if !have[a] {
+				out = append(out, a)
+			}
+		}
+		return out
+	}
+	return missing(after, before), missing(before, after)
+}
+
+// Unsupported returns one error for every match item with a key that cannot be
+// matched yet, naming its place and the keys.
+func Unsupported(plan *policy.Plan) []error {
+	var out []error
+	for _, f := range plan.Features {
+		for _, m := range f.Match {
+			if keys := otherKeys(m); len(keys) > 0 {
+				out = append(out, fmt.Errorf("%s: feature %s: match by %s is not built yet: match by cgroup, or start the workload with bulkhead exec --feature %s",
+					m.Place, f.Name, strings.Join(keys, ", "), f.Name))
+			}
+		}
+	}
+	return out
+}
+
+func otherKeys(m policy.Match) []string {
+	var keys []string
+	for _, k := range []struct {
+		name string
+		set  bool
+	}{
+		{"unit", m.Unit != ""},
+		{"exe", m.Exe != ""},
+		{"cmdline", m.Cmdline != ""},
+		{"user", m.User != ""},
+		{"container", len(m.Container) > 0},
+	} {
+		if k.set {
+			keys = append(keys, k.name)
+		}
+	}
+	return keys
+}
+
+// Protected returns the cgroups of a walk that a plan's protect list names:
+// units by a glob over the directory's own name wherever it lies
+// (/system.slice/ssh.service, /system.slice/system-foo.slice/foo@1.service),
+// cgroups by a path or glob that starts with "/". A cgroup below one that is
+// listed is left out: whoever protects the upper protects it too.
+func Protected(plan *policy.Plan, all []Cgroup) []Cgroup {
+	var out []Cgroup
+	inside := map[string]bool{}
+	for _, c := range all {
+		if inside[path.Dir(c.Path)] && c.Path != "/" {
+			inside[c.Path] = true
+			continue
+		}
+		for _, pattern := range plan.Protect {
+			name := path.Base(c.Path)
+			if strings.HasPrefix(pattern, "/") {
+				name = c.Path
+			}
+			if match(pattern, name) {
+				inside[c.Path] = true
+				out = append(out, c)
+				break
+			}
+		}
+	}
+	return out
+}

@@ -1,0 +1,107 @@
+package cgroup
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// Errors that callers tell apart. Every error of this package also names the
+// cgroup or the mount that it is about.
+var (
+	// ErrNoCgroup2: no cgroup v2 file system is mounted.
+	ErrNoCgroup2 = errors.New("no cgroup v2 file system is mounted")
+	// ErrNotCgroup2: the given root is not a directory of a cgroup v2 mount.
+	ErrNotCgroup2 = errors.New("not in a cgroup v2 file system")
+	// ErrNamespaced: only the tree of a private cgroup namespace is visible, so
+	// that neither the node's other cgroups nor absolute levels are known.
+	ErrNamespaced = errors.New("private cgroup namespace")
+	// ErrGone: the cgroup does not exist or was removed while it was read.
+	ErrGone = errors.New("cgroup is gone")
+	// ErrBusy: the cgroup has processes or children and cannot be removed.
+	ErrBusy = errors.New("cgroup is in use")
+	// ErrOutside: the process is not below the tree's root.
+	ErrOutside = errors.New("outside the cgroup root")
+)
+
+// gone reports whether err means that a cgroup was removed: ENOENT from its
+// path, ENODEV from a file that was opened before.
+func gone(err error) bool {
+	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV)
+}
+
+// Condition is a shortfall that leaves everything else working. The fields are
+// those of the conditions in status.
+type Condition struct {
+	Type    string `json:"type"`   // TypeCPU or TypeMemory
+	Status  string `json:"status"` // always "False"
+	Reason  string `json:"reason"`
+	Message string `json:"message"`
+}
+
+// What conditions are about.
+const (
+	TypeCPU    = "CPU"
+	TypeMemory = "Memory"
+	// typePids is never told: nothing in a policy asks for the pids controller.
+	typePids = "Pids"
+)
+
+// Reasons of conditions.
+const (
+	// ReasonControllerOnV1: the controller is held by a cgroup v1 hierarchy.
+	ReasonControllerOnV1 = "ControllerOnV1"
+	// ReasonControllerNotEnabled: the kernel has it, an ancestor does not pass
+	// it on.
+	ReasonControllerNotEnabled = "ControllerNotEnabled"
+	// ReasonControllerNotInKernel: not built in, or disabled at boot.
+	ReasonControllerNotInKernel = "ControllerNotInKernel"
+	// ReasonProcessesInside: processes sit in an inner cgroup.
+	ReasonProcessesInside = "ProcessesInside"
+	// ReasonThreaded: a threaded cgroup, in which controllers work otherwise.
+	ReasonThreaded = "ThreadedCgroup"
+	// ReasonRealtimeThreads: a kernel with CONFIG_RT_GROUP_SCHED does not give
+	// the cpu controller to cgroups with realtime threads.
+	ReasonRealtimeThreads = "RealtimeThreads"
+	// ReasonIdleNotInKernel: no cpu.idle; weight 1 is used instead.
+	ReasonIdleNotInKernel = "IdleNotInKernel"
+	// ReasonBelowUse: a memory limit below present use was not written.
+	ReasonBelowUse = "BelowUse"
+	// ReasonOriginalUnsafe: a value was left alone because its original cannot
+	// be kept where nobody else may forge it.
+	ReasonOriginalUnsafe = "OriginalUnsafe"
+	// ReasonWriteFailed: the kernel or another writer refused a value.
+	ReasonWriteFailed = "WriteFailed"
+)
+
+// typeOf gives the condition type of a controller or of one of its files.
+func typeOf(name string) string {
+	switch name, _, _ = strings.Cut(name, "."); name {
+	case "memory":
+		return TypeMemory
+	case "pids":
+		return typePids
+	}
+	return TypeCPU
+}
+
+func shortfall(typ, reason, format string, args ...any) Condition {
+	return Condition{Type: typ, Status: "False", Reason: reason, Message: fmt.Sprintf(format, args...)}
+}
+
+// dedupe keeps the first of equal conditions: one cause above many slices is
+// told once.
+func dedupe(conds []Condition) []Condition {
+	seen := make(map[Condition]bool, len(conds))
+	var out []Condition
+	for _, c := range conds {
+		if !seen[c] {
+			seen[c] = true
+			out = append(out, c)
+		}
+	}
+	return out
+}

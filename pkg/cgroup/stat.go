@@ -1,0 +1,161 @@
+package cgroup
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// Stat is what one cgroup has and uses. Pointers are nil where there is
+// nothing to say: no controller, no limit.
+type Stat struct {
+	CPU    CPUStat    `json:"cpu"`
+	Memory MemoryStat `json:"memory"`
+	// Processes counts those in the cgroup and in all cgroups below it.
+	Processes int `json:"processes"`
+}
+
+// CPUStat is the processor's part. Usage is known without the cpu controller;
+// weight, max, periods and throttling are not.
+type CPUStat struct {
+	Weight        *uint64 `json:"weight"` // 1 to 10000; nil without the controller, or while idle
+	Max           *Quota  `json:"max"`    // nil: no quota
+	Idle          bool    `json:"idle"`
+	UsageUsec     uint64  `json:"usage_usec"`
+	NrPeriods     uint64  `json:"nr_periods"` // periods in which a quota was counted
+	NrThrottled   uint64  `json:"nr_throttled"`
+	ThrottledUsec uint64  `json:"throttled_usec"`
+}
+
+// Quota is cpu.max: so much processor time, over all CPUs, in each period.
+type Quota struct {
+	QuotaUsec  uint64 `json:"quota_usec"`
+	PeriodUsec uint64 `json:"period_usec"`
+}
+
+// MemoryStat is the memory part, in bytes.
+type MemoryStat struct {
+	Current *uint64 `json:"current"` // nil without the controller
+	High    *uint64 `json:"high"`    // nil: no limit
+	Max     *uint64 `json:"max"`     // nil: no limit
+}
+
+// Stat reads a cgroup. A cgroup that does not exist, or is removed while it is
+// read, is ErrGone: drop its series, log nothing.
+func (t *Tree) Stat(p string) (Stat, error) {
+	before, err := t.Get(p)
+	if err != nil {
+		return Stat{}, err
+	}
+	s, err := t.stat(p)
+	if err != nil && !gone(err) {
+		return Stat{}, fmt.Errorf("read cgroup %s: %w", p, err)
+	}
+	// Files that are missing mean "no controller" only if the cgroup is still
+	// there, and still the same.
+	after, errGet := t.Get(p)
+	if err != nil || errGet != nil || after.ID != before.ID {
+		return Stat{}, fmt.Errorf("read cgroup %s: %w", p, ErrGone)
+	}
+	return s, nil
+}
+
+func (t *Tree) stat(p string) (Stat, error) {
+	var s Stat
+	usage, err := t.read(p, "cpu.stat")
+	if err != nil {
+		return s, err
+	}
+	for _, line := range strings.Split(usage, "\n") {
+		key, value, _ := strings.Cut(line, " ")
+		into := map[string]*uint64{
+			"usage_usec": &s.CPU.UsageUsec, "nr_periods": &s.CPU.NrPeriods,
+			"nr_throttled": &s.CPU.NrThrottled, "throttled_usec": &s.CPU.ThrottledUsec,
+		}[key]
+		if into == nil {
+			continue
+		}
+		if *into, err = strconv.ParseUint(value, 10, 64); err != nil {
+			return s, fmt.Errorf("cpu.stat: %w", err)
+		}
+	}
+	idle, err := t.optional(p, "cpu.idle")
+	if err != nil {
+		return s, err
+	}
+	s.CPU.Idle = idle == "1"
+	for _, f := range []struct {
+		file string
+		into **uint64
+	}{
+		{"cpu.weight", &s.CPU.Weight},
+		{"memory.current", &s.Memory.Current},
+		{"memory.high", &s.Memory.High},
+		{"memory.max", &s.Memory.Max},
+	} {
+		v, err := t.optional(p, f.file)
+		if err != nil {
+			return s, err
+		}
+		if v == "" || v == "max" || f.file == "cpu.weight" && s.CPU.Idle {
+			continue
+		}
+		n, err := strconv.ParseUint(v, 10, 64)
+		if err != nil {
+			return s, fmt.Errorf("%s: %w", f.file, err)
+		}
+		*f.into = &n
+	}
+	max, err := t.optional(p, "cpu.max")
+	if err != nil {
+		return s, err
+	}
+	if quota, period, ok := strings.Cut(max, " "); ok && quota != "max" {
+		q, err1 := strconv.ParseUint(quota, 10, 64)
+		d, err2 := strconv.ParseUint(period, 10, 64)
+		if err := errors.Join(err1, err2); err != nil {
+			return s, fmt.Errorf("cpu.max: %w", err)
+		}
+		s.CPU.Max = &Quota{q, d}
+	}
+	s.Processes, err = t.Processes(p)
+	return s, err
+}
+
+// optional reads a control file, "" if the cgroup has none of that name.
+func (t *Tree) optional(p, file string) (string, error) {
+	v, err := t.read(p, file)
+	if errors.Is(err, fs.ErrNotExist) {
+		return "", nil
+	}
+	return v, err
+}
+
+// Processes counts the processes in a cgroup and in all cgroups below it, or
+// ErrGone. Threaded cgroups have no list of their own: their processes are
+// counted in the cgroup above that is not threaded.
+func (t *Tree) Processes(p string) (int, error) {
+	all, err := t.walk(p)
+	if err != nil {
+		return 0, err
+	}
+	if len(all) == 0 {
+		return 0, fmt.Errorf("cgroup %s: %w", p, ErrGone)
+	}
+	n := 0
+	for _, c := range all {
+		pids, err := t.pids(c.Path)
+		if gone(err) || errors.Is(err, unix.EOPNOTSUPP) {
+			continue
+		}
+		if err != nil {
+			return n, fmt.Errorf("processes of cgroup %s: %w", c.Path, err)
+		}
+		n += len(pids)
+	}
+	return n, nil
+}

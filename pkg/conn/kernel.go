@@ -1,0 +1,561 @@
+package conn
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"sync/atomic"
+	"unsafe"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/asm"
+	"github.com/cilium/ebpf/features"
+	"github.com/cilium/ebpf/link"
+	"golang.org/x/sys/unix"
+
+	"bulkhead/pkg/policy"
+)
+
+// Kernel is the kernel side of one instance, held by its agent: there is one at a
+// time for a pin directory. It is not safe for concurrent use; one goroutine owns
+// it. Closing it leaves everything in force.
+type Kernel struct {
+	o      Options
+	lock   *os.File
+	root   uint64 // id of the cgroup that programs are attached to
+	spec   *ebpf.CollectionSpec
+	coll   *ebpf.Collection
+	links  map[string]link.Link
+	pinned bool
+
+	word []byte // the mapped control word
+
+	bulkheads *registry[policy.Key]
+	traffic   *registry[trafficKey]
+
+	plan   *policy.Plan
+	at     indices
+	tables *tables
+	// inner are the maps of the generation in force; in is what each index of each
+	// outer map has, so that unchanged ones are not written again.
+	inner map[string]*ebpf.Map
+	in    [2]map[string]*ebpf.Map
+
+	missing map[uint64]uint64 // cookie -> word of slots that the last complete dump lacked
+}
+
+// outer maps, in the order in which a generation is built.
+func outerMaps() []string {
+	return []string{kernelMapPlans, kernelMapDests, kernelMapPorts, kernelMapRoutes, kernelMapComps}
+}
+
+// Open takes the instance's lock and takes over what is pinned, putting this
+// build's programs under the links that exist, or loads anew. Anew, nothing is
+// attached or pinned before the first Apply. On an error nothing is left behind and
+// nothing in force has changed.
+func Open(o Options) (k *Kernel, err error) {
+	if err := o.check(); err != nil {
+		return nil, err
+	}
+	root, err := inode(o.CgroupRoot)
+	if err != nil {
+		return nil, err
+	}
+	lock, err := o.lock()
+	if err != nil {
+		return nil, err
+	}
+	k = &Kernel{o: o, lock: lock, root: root, links: map[string]link.Link{}, inner: map[string]*ebpf.Map{}, missing: map[uint64]uint64{}}
+	k.in = [2]map[string]*ebpf.Map{{}, {}}
+	defer func() {
+		if err != nil {
+			k.Close()
+			os.Remove(o.dir()) // only if it is empty
+			k = nil
+		}
+	}()
+	if err := o.removeStaging(); err != nil {
+		return nil, err
+	}
+
+	k.spec, err = loadKernel()
+	if err != nil {
+		return nil, err
+	}
+	if err := setConstants(k.spec); err != nil {
+		return nil, err
+	}
+	replace := map[string]*ebpf.Map{}
+	if _, err := os.Stat(o.pins()); err == nil {
+		replace, err = o.pinnedMaps(k.spec, nil)
+		if err != nil {
+			return nil, err
+		}
+		defer closeAll(replace) // the collection has clones
+		for _, h := range hooks() {
+			l, err := o.loadPinnedLink(h, root)
+			if err != nil {
+				return nil, err
+			}
+			if l != nil {
+				k.links[h.name] = l
+			}
+		}
+		k.pinned = true
+	}
+	k.coll, err = ebpf.NewCollectionWithOptions(k.spec, ebpf.CollectionOptions{MapReplacements: replace})
+	if err != nil {
+		return nil, explainLoad(err)
+	}
+	if k.word, err = mapControl(k.coll.Maps[kernelMapControl]); err != nil {
+		return nil, err
+	}
+	b, t, err := readNames(k.coll.Maps)
+	if err != nil {
+		return nil, err
+	}
+	k.bulkheads = newRegistry("bulkheads", b, k.coll.Maps[kernelMapBulkheadNames],
+		func(key policy.Key) any { n := bulkheadName(key); return &n },
+		func(i uint32) error {
+			return k.clear(i, kernelMapBulkheads, &kernelBulkhead{})
+		})
+	k.traffic = newRegistry("routes", t, k.coll.Maps[kernelMapTrafficNames],
+		func(key trafficKey) any { n := trafficName(key); return &n },
+		func(i uint32) error {
+			return errors.Join(k.clear(i, kernelMapTraffic, &kernelTrafficCount{}), k.clear(i, kernelMapRefusals, &kernelRefusal{}))
+		})
+
+	// From here on the programs are ours, of this layout, and verified.
+	for _, h := range hooks() {
+		if l := k.links[h.name]; l != nil {
+			if err := l.Update(k.coll.Programs[h.program]); err != nil {
+				return nil, fmt.Errorf("put %s under its link: %w", h.program, err)
+			}
+		}
+	}
+	return k, nil
+}
+
+// setConstants tells the programs what this kernel has. A branch that is constantly
+// false is removed before its helpers are looked at, so one object loads everywhere.
+func setConstants(spec *ebpf.CollectionSpec) error {
+	have := uint32(0)
+	if HaveErrno() {
+		have = 1
+	}
+	if err := spec.Variables[kernelVarHaveRetval].Set(have); err != nil {
+		return fmt.Errorf("set constant %s: %w", kernelVarHaveRetval, err)
+	}
+	return nil
+}
+
+// HaveErrno says whether connect() can fail with the policy's errno: bpf_set_retval,
+// kernel 5.18. Before, it is EPERM.
+func HaveErrno() bool {
+	return features.HaveProgramHelper(ebpf.CGroupSockAddr, asm.FnSetRetval) == nil
+}
+
+func explainLoad(err error) error {
+	var ve *ebpf.VerifierError
+	switch {
+	case errors.As(err, &ve):
+		return fmt.Errorf("load kernel programs on %s: %+v", release(), ve)
+	case errors.Is(err, unix.EPERM):
+		return fmt.Errorf("load kernel programs: %w (needs root, or CAP_BPF and CAP_NET_ADMIN)", err)
+	}
+	return fmt.Errorf("load kernel programs on %s: %w", release(), err)
+}
+
+func release() string {
+	var u unix.Utsname
+	if unix.Uname(&u) != nil {
+		return "this kernel"
+	}
+	return "kernel " + unix.ByteSliceToString(u.Release[:])
+}
+
+// mapControl maps the page of the control word. A store to it is atomic, which a
+// map update of eight bytes is not promised to be.
+func mapControl(m *ebpf.Map) ([]byte, error) {
+	b, err := unix.Mmap(m.FD(), 0, os.Getpagesize(), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		return nil, fmt.Errorf("map the control word: %w", err)
+	}
+	return b, nil
+}
+
+func (k *Kernel) control() *uint64 { return (*uint64)(unsafe.Pointer(&k.word[0])) }
+
+// clear zeroes an element that no route and no slot names.
+func (k *Kernel) clear(i uint32, name string, zero any) error {
+	if err := k.coll.Maps[name].Update(i, zero, ebpf.UpdateAny); err != nil {
+		return fmt.Errorf("clear %s[%d]: %w", name, i, err)
+	}
+	return nil
+}
+
+// Apply puts a plan in force with one flip: every connect is judged by the
+// generation before or by this one, never by a mix. It returns the number of the
+// new generation. On an error the old one stays in force.
+//
+// The first Apply on an instance attaches the programs too, and publishes the pins
+// last, with one rename.
+func (k *Kernel) Apply(plan *policy.Plan, members []Member) (uint32, error) {
+	at, err := k.allocate(plan)
+	if err != nil {
+		return 0, err
+	}
+	now, err := k.generation()
+	if err != nil {
+		return 0, err
+	}
+	t, err := compute(plan, at, now.Generation+1)
+	if err != nil {
+		return 0, err
+	}
+	if err := t.setMembers(members, len(plan.Compartments)); err != nil {
+		return 0, err
+	}
+	fresh, err := k.build(t, outerMaps())
+	if err != nil {
+		return 0, err
+	}
+	if t.gen.Udp != 0 {
+		// What counts UDP must be there before the first slot that needs it.
+		if err := k.attach(true); err != nil {
+			closeAll(fresh)
+			return 0, err
+		}
+	}
+	if err := k.flip(t, fresh); err != nil {
+		return 0, err
+	}
+	k.plan, k.at, k.tables = plan, at, t
+	if err := k.attach(t.gen.Udp != 0); err != nil {
+		return 0, err
+	}
+	if t.gen.Udp == 0 {
+		if err := k.detachUDP(); err != nil {
+			return 0, err
+		}
+	}
+	if !k.pinned {
+		if err := k.publish(); err != nil {
+			return 0, err
+		}
+	}
+	return t.gen.Generation, k.Forget()
+}
+
+// SetMembers changes who is in which compartment, within the generation in force.
+// It does nothing if nothing would change.
+func (k *Kernel) SetMembers(members []Member) error {
+	if k.tables == nil {
+		return ErrNoPlan
+	}
+	t := *k.tables
+	if err := t.setMembers(members, len(k.plan.Compartments)); err != nil {
+		return err
+	}
+	if slices.Equal(t.ids, k.tables.ids) && slices.Equal(t.comps, k.tables.comps) && t.gen == k.tables.gen {
+		return nil
+	}
+	fresh, err := k.build(&t, []string{kernelMapComps})
+	if err != nil {
+		return err
+	}
+	if err := k.flip(&t, fresh); err != nil {
+		return err
+	}
+	k.tables = &t
+	return nil
+}
+
+// Plan is the plan that this Kernel has applied last, nil before the first Apply.
+func (k *Kernel) Plan() *policy.Plan { return k.plan }
+
+// allocate finds the index of every bulkhead and route of a plan.
+func (k *Kernel) allocate(plan *policy.Plan) (at indices, err error) {
+	for _, b := range plan.Bulkheads {
+		i, err := k.bulkheads.index(b.Key)
+		if err != nil {
+			return at, err
+		}
+		at.bulkheads = append(at.bulkheads, i)
+	}
+	for _, r := range plan.Routes {
+		i, err := k.traffic.index(routeKey(plan, r))
+		if err != nil {
+			return at, err
+		}
+		at.traffic = append(at.traffic, i)
+	}
+	return at, nil
+}
+
+func routeKey(plan *policy.Plan, r policy.Route) trafficKey {
+	c := plan.Compartments[r.Compartment]
+	return trafficKey{c.Feature, c.Tenant, plan.Providers[r.Provider].Name}
+}
+
+// generation reads the generation in force.
+func (k *Kernel) generation() (g kernelGen, err error) {
+	idx := uint32(atomic.LoadUint64(k.control()) & 1)
+	if err := k.coll.Maps[kernelMapGens].Lookup(idx, &g); err != nil {
+		return g, fmt.Errorf("read the generation in force: %w", err)
+	}
+	return g, nil
+}
+
+// build makes the inner maps named, filled.
+func (k *Kernel) build(t *tables, names []string) (fresh map[string]*ebpf.Map, err error) {
+	fresh = map[string]*ebpf.Map{}
+	defer func() {
+		if err != nil {
+			closeAll(fresh)
+		}
+	}()
+	for _, name := range names {
+		var keys, values any
+		var n int
+		switch name {
+		case kernelMapDests:
+			keys, values, n = t.keys, t.dests, len(t.keys)
+		case kernelMapPorts:
+			keys, values, n = upTo(len(t.ports)), t.ports, len(t.ports)
+		case kernelMapRoutes:
+			keys, values, n = upTo(len(t.routes)), t.routes, len(t.routes)
+		case kernelMapPlans:
+			keys, values, n = upTo(len(t.plan)), t.plan, len(t.plan)
+		case kernelMapComps:
+			keys, values, n = t.ids, t.comps, len(t.ids)
+		}
+		spec := k.spec.Maps[name].InnerMap.Copy()
+		spec.MaxEntries = uint32(max(n, 1))
+		m, err := ebpf.NewMap(spec)
+		if err != nil {
+			return nil, fmt.Errorf("make %s with %d entries: %w", name, n, err)
+		}
+		fresh[name] = m
+		if n == 0 {
+			continue
+		}
+		if _, err := m.BatchUpdate(keys, values, nil); err != nil {
+			return nil, fmt.Errorf("fill %s with %d entries: %w", name, n, err)
+		}
+	}
+	return fresh, nil
+}
+
+func upTo(n int) []uint32 {
+	s := make([]uint32, n)
+	for i := range s {
+		s[i] = uint32(i)
+	}
+	return s
+}
+
+// flip makes a generation, with the inner maps in fresh and otherwise those in
+// force, the one in force, by one store. It owns fresh.
+func (k *Kernel) flip(t *tables, fresh map[string]*ebpf.Map) error {
+	next := map[string]*ebpf.Map{}
+	for name, m := range k.inner {
+		next[name] = m
+	}
+	for name, m := range fresh {
+		next[name] = m
+	}
+	word := atomic.LoadUint64(k.control())
+	idx := uint32(^word & 1)
+
+	// The kernel waits, at each update of a map of maps, for the programs that run
+	// (maybe_wait_bpf_programs, since 4.20). The first update is of plans, which no
+	// program reads: once it is back, no program that began under the generation
+	// before last, which was at this index, can be running, and the rest may change.
+	if k.in[idx][kernelMapPlans] == next[kernelMapPlans] {
+		k.in[idx][kernelMapPlans] = nil // only to wait
+	}
+	for _, name := range outerMaps() {
+		if next[name] == k.in[idx][name] {
+			continue
+		}
+		if err := k.coll.Maps[name].Update(idx, next[name], ebpf.UpdateAny); err != nil {
+			closeAll(fresh)
+			k.in[idx] = map[string]*ebpf.Map{} // unknown now: write it all next time
+			return fmt.Errorf("write %s of the new generation: %w", name, err)
+		}
+		k.in[idx][name] = next[name]
+	}
+	if err := k.coll.Maps[kernelMapGens].Update(idx, &t.gen, ebpf.UpdateAny); err != nil {
+		closeAll(fresh)
+		k.in[idx] = map[string]*ebpf.Map{}
+		return fmt.Errorf("write the new generation: %w", err)
+	}
+	atomic.StoreUint64(k.control(), (word>>1+1)<<1|uint64(idx))
+
+	for name, m := range fresh {
+		if old := k.inner[name]; old != nil {
+			old.Close() // the index that is out of force keeps it until it is written
+		}
+		k.inner[name] = m
+	}
+	return nil
+}
+
+// wait returns when every program that ran has ended.
+func (k *Kernel) wait() error {
+	idx := uint32(atomic.LoadUint64(k.control()) & 1)
+	if err := k.coll.Maps[kernelMapPlans].Update(idx, k.inner[kernelMapPlans], ebpf.UpdateAny); err != nil {
+		return fmt.Errorf("wait for running programs: %w", err)
+	}
+	return nil
+}
+
+// attach attaches what is not attached yet; the UDP hooks only if udp.
+func (k *Kernel) attach(udp bool) (err error) {
+	var made []string
+	defer func() {
+		if err != nil {
+			for _, name := range made {
+				k.links[name].Unpin()
+				k.links[name].Close()
+				delete(k.links, name)
+			}
+		}
+	}()
+	for _, h := range hooks() {
+		if k.links[h.name] != nil || h.udp && !udp {
+			continue
+		}
+		l, err := link.AttachCgroup(link.CgroupOptions{Path: k.o.CgroupRoot, Attach: h.attach, Program: k.coll.Programs[h.program]})
+		if err != nil {
+			return fmt.Errorf("attach %s to %s: %w%s", h.program, k.o.CgroupRoot, err, attachHint(err))
+		}
+		k.links[h.name] = l
+		made = append(made, h.name)
+		if k.pinned {
+			if err := l.Pin(filepath.Join(k.o.pins(), h.name)); err != nil {
+				return fmt.Errorf("pin %s: %w", h.name, err)
+			}
+		}
+	}
+	return nil
+}
+
+func attachHint(err error) string {
+	if errors.Is(err, unix.EPERM) {
+		return " (needs CAP_NET_ADMIN; or another program is attached there or above without allowing others: see `bpftool cgroup tree`)"
+	}
+	return ""
+}
+
+func (k *Kernel) detachUDP() error {
+	for _, h := range slices.Backward(hooks()) {
+		l := k.links[h.name]
+		if l == nil || !h.udp {
+			continue
+		}
+		if err := l.Unpin(); err != nil {
+			return fmt.Errorf("unpin %s: %w", h.name, err)
+		}
+		l.Close()
+		delete(k.links, h.name)
+	}
+	return nil
+}
+
+// publish pins what was loaded: aside, then with one rename in its place.
+func (k *Kernel) publish() (err error) {
+	aside := filepath.Join(k.o.dir(), staging+strconv.Itoa(os.Getpid()))
+	if err := os.Mkdir(aside, 0o700); err != nil {
+		return fmt.Errorf("pin directory: %w", err)
+	}
+	defer func() {
+		if err != nil {
+			os.RemoveAll(aside)
+			for name, l := range k.links {
+				l.Close()
+				delete(k.links, name)
+			}
+		}
+	}()
+	for name, m := range k.coll.Maps {
+		if !isPinned(name) {
+			continue
+		}
+		if err := m.Pin(filepath.Join(aside, name)); err != nil {
+			return fmt.Errorf("pin map %s: %w", name, err)
+		}
+	}
+	for name, l := range k.links {
+		if err := l.Pin(filepath.Join(aside, name)); err != nil {
+			return fmt.Errorf("pin %s: %w", name, err)
+		}
+	}
+	if err := os.Rename(aside, k.o.pins()); err != nil {
+		return fmt.Errorf("publish the pins: %w", err)
+	}
+	k.pinned = true
+	return nil
+}
+
+// Forget frees the indices of bulkheads and routes that the plan in force does not
+// name and that no slot holds. Apply does it; what was held then is forgotten by a
+// later call.
+func (k *Kernel) Forget() error {
+	if k.plan == nil {
+		return nil
+	}
+	bulkheads := make(map[policy.Key]bool, len(k.plan.Bulkheads))
+	for _, b := range k.plan.Bulkheads {
+		bulkheads[b.Key] = true
+	}
+	routes := make(map[trafficKey]bool, len(k.plan.Routes))
+	for _, r := range k.plan.Routes {
+		routes[routeKey(k.plan, r)] = true
+	}
+	if len(bulkheads) == len(k.bulkheads.at) && len(routes) == len(k.traffic.at) {
+		return nil
+	}
+	if err := k.wait(); err != nil {
+		return err
+	}
+	slots, err := readSlots(k.coll.Maps)
+	if err != nil {
+		return err
+	}
+	heldB, heldT := map[uint32]bool{}, map[uint32]bool{}
+	for _, s := range slots {
+		heldT[s.Traffic] = true
+		for i := range min(int(s.N), len(s.Bulkheads)) {
+			heldB[s.Bulkheads[i]] = true
+		}
+	}
+	return errors.Join(
+		k.bulkheads.retire(func(key policy.Key) bool { return bulkheads[key] }, heldB),
+		k.traffic.retire(func(key trafficKey) bool { return routes[key] }, heldT))
+}
+
+// Close ends this process's hold. Programs, limits and counts stay in force if they
+// were ever applied; else everything is gone.
+func (k *Kernel) Close() error {
+	if k.word != nil {
+		unix.Munmap(k.word)
+		k.word = nil
+	}
+	for _, l := range k.links {
+		l.Close()
+	}
+	closeAll(k.inner)
+	if k.coll != nil {
+		k.coll.Close()
+	}
+	return k.lock.Close()
+}
+
+// Reader reads what this Kernel has loaded, before and after it is pinned. It shares
+// the maps: close the Kernel, not the Reader.
+func (k *Kernel) Reader() *Reader { return &Reader{o: k.o, maps: k.coll.Maps} }

@@ -1,0 +1,462 @@
+package conn
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"bulkhead/internal/sockets"
+	"bulkhead/pkg/policy"
+)
+
+// Reader reads what is pinned, with or without an agent. It writes nothing.
+type Reader struct {
+	o    Options
+	maps map[string]*ebpf.Map
+}
+
+// OpenReader opens the pins of an instance; ErrNotLoaded if there are none.
+func OpenReader(o Options) (*Reader, error) {
+	if _, err := os.Stat(o.pins()); err != nil {
+		if errors.Is(err, os.ErrNotExist) {
+			return nil, fmt.Errorf("%s: %w (start the agent: bulkhead agent --policy FILE)", o.pins(), ErrNotLoaded)
+		}
+		if errors.Is(err, os.ErrPermission) {
+			return nil, fmt.Errorf("%w (needs root)", err)
+		}
+		return nil, err
+	}
+	spec, err := loadKernel()
+	if err != nil {
+		return nil, err
+	}
+	maps, err := o.pinnedMaps(spec, &ebpf.LoadPinOptions{ReadOnly: true})
+	if err != nil {
+		return nil, err
+	}
+	return &Reader{o: o, maps: maps}, nil
+}
+
+// Close closes the maps.
+func (r *Reader) Close() error {
+	closeAll(r.maps)
+	return nil
+}
+
+// inForce is what a generation says of itself.
+type inForce struct {
+	gen     kernelGen
+	plan    *policy.Plan
+	members []Member
+}
+
+// inForce reads the generation in force: as one, though it may be flipped while it
+// is read.
+func (r *Reader) inForce() (*inForce, error) {
+	for range 10 {
+		var before, after kernelControlWord
+		if err := r.maps[kernelMapControl].Lookup(uint32(0), &before); err != nil {
+			return nil, fmt.Errorf("read the control word: %w", err)
+		}
+		f, err := r.generationAt(uint32(before.Word & 1))
+		if err2 := r.maps[kernelMapControl].Lookup(uint32(0), &after); err2 != nil {
+			return nil, fmt.Errorf("read the control word: %w", err2)
+		}
+		// One flip leaves the index that we read as it was; two may have rewritten it.
+		if after.Word>>1-before.Word>>1 < 2 || before == after {
+			return f, err
+		}
+	}
+	return nil, errors.New("read the generation in force: it changed ten times meanwhile")
+}
+
+func (r *Reader) generationAt(idx uint32) (*inForce, error) {
+	f := &inForce{}
+	if err := r.maps[kernelMapGens].Lookup(idx, &f.gen); err != nil {
+		return nil, fmt.Errorf("read the generation in force: %w", err)
+	}
+	inner := func(name string) (*ebpf.Map, error) {
+		var m *ebpf.Map
+		if err := r.maps[name].Lookup(idx, &m); err != nil {
+			if errors.Is(err, unix.EPERM) {
+				return nil, fmt.Errorf("open %s of the generation in force: %w (needs CAP_SYS_ADMIN)", name, err)
+			}
+			return nil, fmt.Errorf("open %s of the generation in force: %w", name, err)
+		}
+		return m, nil
+	}
+	plans, err := inner(kernelMapPlans)
+	if err != nil {
+		return nil, err
+	}
+	defer plans.Close()
+	var b strings.Builder
+	var c kernelPlanChunk
+	for i := range plans.MaxEntries() {
+		if err := plans.Lookup(i, &c); err != nil {
+			return nil, fmt.Errorf("read the plan in force: %w", err)
+		}
+		for _, x := range c.Text[:min(int(c.Used), len(c.Text))] {
+			b.WriteByte(byte(x))
+		}
+	}
+	f.plan = new(policy.Plan)
+	if err := json.Unmarshal([]byte(b.String()), f.plan); err != nil {
+		return nil, fmt.Errorf("read the plan in force: %w", err)
+	}
+	comps, err := inner(kernelMapComps)
+	if err != nil {
+		return nil, err
+	}
+	defer comps.Close()
+	var id uint64
+	var comp uint32
+	it := comps.Iterate()
+	for it.Next(&id, &comp) {
+		m := Member{CgroupID: id, Compartment: comp}
+		if comp == uint32(kernelConstantCOMPARTMENT_PROTECTED) {
+			m = Member{CgroupID: id, Protected: true}
+		}
+		f.members = append(f.members, m)
+	}
+	if err := it.Err(); err != nil {
+		return nil, fmt.Errorf("read the members in force: %w", err)
+	}
+	slices.SortFunc(f.members, func(a, b Member) int { return cmp.Compare(a.CgroupID, b.CgroupID) })
+	return f, nil
+}
+
+// slot is an entry of the slot map.
+type slot struct {
+	cookie uint64
+	kernelSlot
+}
+
+func (s *slot) released() bool { return s.Word&uint64(kernelConstantSLOT_RELEASED) != 0 }
+
+func (s *slot) remote() netip.AddrPort {
+	return netip.AddrPortFrom(netip.AddrFrom16(s.Addr).Unmap(), s.Port)
+}
+
+// readSlots reads the slot map, in batches. Entries that come and go meanwhile may
+// or may not be there.
+func readSlots(maps map[string]*ebpf.Map) ([]slot, error) {
+	const batch = 4096 // at least the longest hash chain, or the kernel says ENOSPC
+	m := maps[kernelMapSlots]
+	var all []slot
+	var cursor ebpf.MapBatchCursor
+	keys, values := make([]uint64, batch), make([]kernelSlot, batch)
+	for {
+		n, err := m.BatchLookup(&cursor, keys, values, nil)
+		for i := range n {
+			all = append(all, slot{keys[i], values[i]})
+		}
+		if errors.Is(err, ebpf.ErrKeyNotExist) {
+			return all, nil
+		}
+		if err != nil {
+			return nil, fmt.Errorf("read slots: %w", err)
+		}
+	}
+}
+
+// readArray reads an array map's first n elements. Only what names lead to is of
+// interest, so n is the highest index named plus one.
+func readArray[T any](m *ebpf.Map, n uint32) ([]T, error) {
+	if n == 0 {
+		return nil, nil
+	}
+	keys, values := make([]uint32, n), make([]T, n)
+	var cursor ebpf.MapBatchCursor
+	if _, err := m.BatchLookup(&cursor, keys, values, nil); err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+		return nil, fmt.Errorf("read %d elements of %s: %w", n, m, err)
+	}
+	return values, nil
+}
+
+func top[K comparable](at map[K]uint32) (n uint32) {
+	for _, i := range at {
+		n = max(n, i+1)
+	}
+	return n
+}
+
+func invert[K comparable](at map[K]uint32) map[uint32]K {
+	names := make(map[uint32]K, len(at))
+	for k, i := range at {
+		names[i] = k
+	}
+	return names
+}
+
+// Snapshot reads everything once. The counts of one bulkhead are of one moment;
+// different ones may be microseconds apart, since connects go on.
+func (r *Reader) Snapshot(ctx context.Context) (*Snapshot, error) {
+	f, err := r.inForce()
+	if err != nil {
+		return nil, err
+	}
+	bulkheadAt, trafficAt, err := readNames(r.maps)
+	if err != nil {
+		return nil, err
+	}
+	s := &Snapshot{Time: time.Now(), Generation: f.gen.Generation, Plan: f.plan, Members: f.members}
+	if s.Bulkheads, err = r.bulkheads(f.plan, bulkheadAt); err != nil {
+		return nil, err
+	}
+	if s.Refusals, err = r.refusals(bulkheadAt, trafficAt); err != nil {
+		return nil, err
+	}
+
+	slots, err := readSlots(r.maps)
+	if err != nil {
+		return nil, err
+	}
+	live := map[uint64]sockets.Socket{}
+	wanted := map[uint64]struct{}{}
+	for _, sl := range slots {
+		wanted[sl.Netns] = struct{}{}
+	}
+	if len(wanted) > 0 {
+		for _, d := range sockets.ReadAll(ctx, wanted, protocols(slots)...) {
+			for cookie, so := range d.Sockets {
+				live[cookie] = so
+			}
+			if _, asked := wanted[d.Cookie]; asked && !d.Complete {
+				s.Unseen = append(s.Unseen, fmt.Sprintf("%d: %v", d.Cookie, d.Err))
+			}
+		}
+	}
+	sums, after, err := r.sums(top(trafficAt), live)
+	if err != nil {
+		return nil, err
+	}
+
+	traffic := make(map[uint32]*Traffic, len(trafficAt))
+	countOnly := countOnlyRoutes(f.plan)
+	for k, i := range trafficAt {
+		traffic[i] = &Traffic{
+			Feature: k.feature, Tenant: k.tenant, Provider: k.provider,
+			Connections: sums[i].Connections, TxBytes: sums[i].TxBytes, RxBytes: sums[i].RxBytes,
+			Bytes: !countOnly[k] || sums[i].TxBytes+sums[i].RxBytes > 0,
+		}
+	}
+	names := invert(bulkheadAt)
+	words := make(map[uint64]uint64, len(slots))
+	for _, sl := range slots {
+		words[sl.cookie] = sl.Word &^ uint64(kernelConstantSLOT_RELEASED)
+	}
+	now := monotonic()
+	for _, sl := range after {
+		c := Connection{
+			Cookie: sl.cookie, Netns: sl.Netns, PID: sl.Pid, Comm: text(sl.Comm[:]),
+			Remote: sl.remote(), Proto: policy.Proto(sl.Proto), Age: time.Duration(now - int64(sl.BornNs)),
+		}
+		t := traffic[sl.Traffic]
+		so, seen := live[sl.cookie]
+		// The socket that was dumped belongs to this admission only if it was there
+		// before the dump.
+		if seen && words[sl.cookie] == sl.Word&^uint64(kernelConstantSLOT_RELEASED) {
+			c.State, c.TxBytes, c.RxBytes = so.State.String(), so.TxBytes, so.RxBytes
+			if t != nil {
+				t.TxBytes += so.TxBytes
+				t.RxBytes += so.RxBytes
+			}
+		}
+		if sl.released() {
+			continue // given back; it stays only until its bytes are counted
+		}
+		if t != nil {
+			c.Feature, c.Tenant, c.Provider = t.Feature, t.Tenant, t.Provider
+		}
+		for i := range min(int(sl.N), len(sl.Bulkheads)) {
+			if k, ok := names[sl.Bulkheads[i]]; ok {
+				c.Bulkheads = append(c.Bulkheads, k)
+			}
+		}
+		s.Connections = append(s.Connections, c)
+	}
+	slices.SortFunc(s.Connections, func(a, b Connection) int {
+		return cmp.Or(-cmp.Compare(a.Age, b.Age), cmp.Compare(a.Cookie, b.Cookie))
+	})
+	for _, t := range traffic {
+		s.Traffic = append(s.Traffic, *t)
+	}
+	slices.SortFunc(s.Traffic, func(a, b Traffic) int {
+		return cmp.Or(strings.Compare(a.Feature, b.Feature), strings.Compare(a.Tenant, b.Tenant), strings.Compare(a.Provider, b.Provider))
+	})
+	if s.Totals, err = r.totals(); err != nil {
+		return nil, err
+	}
+	s.Totals.Slots = uint64(len(after))
+	return s, nil
+}
+
+// sums reads the kernel's sums of closed connections and the slots that are not in
+// them yet. A connection's bytes are in its socket until it closes and in the sum from
+// then on, so a socket that was dumped before counts only if its slot was there both
+// before and after the sums were read. If one of them went in between, it is unknown
+// whether the sums have it, and they are read again; on a node where that happens
+// every time, the snapshot lacks the bytes of connections that closed just then.
+func (r *Reader) sums(n uint32, live map[uint64]sockets.Socket) ([]kernelTrafficCount, []slot, error) {
+	before, err := readSlots(r.maps)
+	for range 5 {
+		if err != nil {
+			return nil, nil, err
+		}
+		sums, err := readArray[kernelTrafficCount](r.maps[kernelMapTraffic], n)
+		if err != nil {
+			return nil, nil, err
+		}
+		after, err := readSlots(r.maps)
+		if err != nil {
+			return nil, nil, err
+		}
+		still := make(map[uint64]bool, len(after))
+		for _, s := range after {
+			still[s.cookie] = true
+		}
+		settled := true
+		for _, s := range before {
+			if _, dumped := live[s.cookie]; dumped && !still[s.cookie] {
+				settled = false
+			}
+		}
+		if settled {
+			return sums, after, nil
+		}
+		before = after
+	}
+	sums, err := readArray[kernelTrafficCount](r.maps[kernelMapTraffic], n)
+	return sums, before, err
+}
+
+// protocols are those of the slots, so that nothing is dumped for nobody.
+func protocols(slots []slot) []uint8 {
+	var p []uint8
+	for _, s := range slots {
+		if !slices.Contains(p, s.Proto) {
+			p = append(p, s.Proto)
+		}
+	}
+	slices.Sort(p)
+	return p
+}
+
+func countOnlyRoutes(plan *policy.Plan) map[trafficKey]bool {
+	only := map[trafficKey]bool{}
+	for _, r := range plan.Routes {
+		if r.CountOnly {
+			only[routeKey(plan, r)] = true
+		}
+	}
+	return only
+}
+
+func (r *Reader) bulkheads(plan *policy.Plan, at map[policy.Key]uint32) ([]Bulkhead, error) {
+	counts, err := readArray[kernelBulkhead](r.maps[kernelMapBulkheads], top(at))
+	if err != nil {
+		return nil, err
+	}
+	limits := make(map[policy.Key]policy.Limit, len(plan.Bulkheads))
+	for _, b := range plan.Bulkheads {
+		limits[b.Key] = b.Limit
+	}
+	all := make([]Bulkhead, 0, len(at))
+	for k, i := range at {
+		limit, ok := limits[k]
+		c := counts[i]
+		if !ok && c.InUse == 0 {
+			continue // about to be forgotten
+		}
+		if !ok {
+			limit = policy.Unlimited
+		}
+		all = append(all, Bulkhead{
+			Key: k, Limit: limit, InUse: c.InUse, Peak: c.Peak, Accepted: c.Accepted,
+			Rejected: byReason(c.Rejected[:]), WouldReject: byReason(c.WouldReject[:]), Draining: !ok,
+		})
+	}
+	slices.SortFunc(all, func(a, b Bulkhead) int { return a.Key.Compare(b.Key) })
+	return all, nil
+}
+
+func reason(r uint8) string {
+	if kernelReason(r) == kernelReasonREASON_CONTENDED {
+		return "contended"
+	}
+	return "full"
+}
+
+func byReason(n []uint64) map[string]uint64 {
+	m := make(map[string]uint64, len(n))
+	for i, c := range n {
+		m[reason(uint8(i))] = c
+	}
+	return m
+}
+
+// Refusals are the last ones told on each route, newest first. It is cheap: the
+// agent asks once a second.
+func (r *Reader) Refusals() ([]Refusal, error) {
+	b, t, err := readNames(r.maps)
+	if err != nil {
+		return nil, err
+	}
+	return r.refusals(b, t)
+}
+
+func (r *Reader) refusals(bulkheadAt map[policy.Key]uint32, trafficAt map[trafficKey]uint32) ([]Refusal, error) {
+	raw, err := readArray[kernelRefusal](r.maps[kernelMapRefusals], top(trafficAt))
+	if err != nil {
+		return nil, err
+	}
+	names := invert(bulkheadAt)
+	now, mono := time.Now(), monotonic()
+	var all []Refusal
+	for k, i := range trafficAt {
+		f := raw[i]
+		if f.AtNs == 0 {
+			continue
+		}
+		all = append(all, Refusal{
+			Time:  now.Add(-time.Duration(mono - int64(f.AtNs))),
+			Total: f.Total, Feature: k.feature, Tenant: k.tenant, Provider: k.provider,
+			PID: f.Pid, Comm: text(f.Comm[:]),
+			Remote: netip.AddrPortFrom(netip.AddrFrom16(f.Addr).Unmap(), f.Port), Proto: policy.Proto(f.Proto),
+			Bulkhead: names[f.Bulkhead], Limit: policy.Limit(f.Limit), Reason: reason(f.Reason), Errno: f.Err, Observed: f.Observed != 0,
+		})
+	}
+	slices.SortFunc(all, func(a, b Refusal) int { return b.Time.Compare(a.Time) })
+	return all, nil
+}
+
+func (r *Reader) totals() (Totals, error) {
+	n, err := readArray[uint64](r.maps[kernelMapTotals], uint32(kernelTotalTOTALS))
+	if err != nil {
+		return Totals{}, err
+	}
+	return Totals{
+		SlotsFull: n[kernelTotalTOTAL_SLOTS_FULL], Underflow: n[kernelTotalTOTAL_UNDERFLOW],
+		RefusedEarlier: n[kernelTotalTOTAL_REFUSED_EARLIER], SlotsMax: uint64(r.maps[kernelMapSlots].MaxEntries()),
+	}, nil
+}
+
+// monotonic is the clock of bpf_ktime_get_ns, in nanoseconds.
+func monotonic() int64 {
+	var ts unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts); err != nil {
+		return 0 // cannot fail with this clock
+	}
+	return ts.Nano()
+}

@@ -1,0 +1,90 @@
+package policy
+
+import (
+	"testing"
+)
+
+func diffLines(old, new *Plan) []string {
+	var lines []string
+	for _, c := range Diff(old, new) {
+		lines = append(lines, c.String())
+	}
+	return lines
+}
+
+func TestDiff(t *testing.T) {
+	old, _ := compileText(t, head+`
+protect: [a.service]
+providers:
+  p: {cidrs: [10.0.0.0/8, 9.0.0.0/8, 100.0.0.0/8], ports: [443], limits: {connections: 10}}
+  q: {cidrs: ["fd00::/16"], limits: {connections: 5}}
+  h: {hosts: [a.test]}
+tenants: {t: {limits: {connections: 9}}, gone: {}}
+features:
+  f: {class: batch, owner: x, match: [{unit: f.service}], memory: {high: 1Gi, max: 2Gi}, limits: {connections: 3}, providers: {p: {connections: 2}}}
+  g: {class: timely}
+  away: {class: batch}
+`)
+	new, _ := compileText(t, "apiVersion: bulkhead/v1\nkind: Policy\nmode: observe"+`
+protect: [b.service]
+providers:
+  r: {cidrs: [11.0.0.0/8], protocol: udp, ports: [53]}
+  p: {cidrs: [9.0.0.0/8, 10.0.0.0/8], ports: [443, 8443], limits: {connections: 12, errno: EAGAIN}}
+  q: {cidrs: ["fd00::/16"]}
+  other: {limits: {connections: unlimited}}
+  h: {hosts: [a.test, b.test]}
+tenants: {t: {limits: {connections: 9, errno: EUSERS}}}
+features:
+  g: {class: timely, cpu: {max: 50%}, match: [{cgroup: /x, tenant: t, container: {name: y, label: "a=b"}, user: root, exe: /bin/x, cmdline: z}]}
+  f: {class: realtime, owner: y, cpu: none, memory: {max: 2Gi}, limits: {connections: 3}, tenants: {t: {limits: {connections: 0}}}}
+  default: {owner: z}
+`)
+	wantLines(t, diffLines(old, new), []string{
+		"change mode: enforce -> observe",
+		"remove protect a.service",
+		"add protect b.service",
+		"add provider r",
+		"change hosts h: a.test -> a.test b.test",
+		"change destination 9.0.0.0/8: tcp 443 p -> tcp 443 p, tcp 8443 p",
+		"change destination 10.0.0.0/8: tcp 443 p -> tcp 443 p, tcp 8443 p",
+		"add destination 11.0.0.0/8: udp 53 r",
+		"remove destination 100.0.0.0/8: tcp 443 p",
+		"remove tenant gone",
+		"remove feature away",
+		"change order: default f g -> default g f",
+		"add owner default: z",
+		"change owner f: x -> y",
+		"remove class away: batch",
+		"change class f: batch -> realtime",
+		"remove match f: {unit: f.service}",
+		"add match g: {cgroup: /x, exe: /bin/x, cmdline: z, user: root, container.label: a=b, container.name: y, tenant: t}",
+		"remove cpu away: weight 1",
+		"remove cpu f: weight 1",
+		"change cpu g: weight 1000 -> weight 1000, max 50% of 100ms",
+		"change memory f: high 1Gi, max 2Gi -> high max, max 2Gi",
+		"remove limit feature_provider f/p: 2",
+		"add limit feature_tenant f/t: 0",
+		"change limit tenant t: 9 -> 9 EUSERS",
+		"add limit provider other: unlimited",
+		"change limit provider p: 10 -> 12 EAGAIN",
+		"remove limit provider q: 5",
+	})
+	if d := Diff(old, old); len(d) != 0 {
+		t.Errorf("a plan differs from itself: %v", d)
+	}
+	for _, c := range Diff(nil, new) {
+		if c.Kind != Added || c.Old != "" {
+			t.Errorf("from nothing: %v", c)
+		}
+	}
+	// The same in words that tools read.
+	for _, c := range Diff(old, new) {
+		if c.What == "limit" && c.Name == "provider p" && (c.Kind != Changed || c.Old != "10" || c.New != "12 EAGAIN") {
+			t.Errorf("%+v", c)
+		}
+	}
+	// Provider numbers moved by one; what does not change is not told.
+	moved, _ := compileText(t, head+"providers: {a: {cidrs: [1.0.0.0/8]}, p: {cidrs: [10.0.0.0/8]}}\nfeatures: {}\n")
+	before, _ := compileText(t, head+"providers: {p: {cidrs: [10.0.0.0/8]}}\nfeatures: {}\n")
+	wantLines(t, diffLines(before, moved), []string{"add provider a", "add destination 1.0.0.0/8: tcp 0-65535 a"})
+}

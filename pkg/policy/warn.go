@@ -1,0 +1,161 @@
+package policy
+
+import (
+	"strings"
+
+	"github.com/bmatcuk/doublestar/v4"
+)
+
+// warnings is what is legal and unwise in a policy that is right.
+func (f *File) warnings() Warnings {
+	var ws findings
+	limits := map[string]Limit{}
+	for _, d := range f.providers {
+		limits[d.value] = Unlimited
+		if d.limits != nil {
+			limits[d.value] = d.limits.limit
+		}
+		ws.single(join("providers", d.value), d.limits)
+	}
+	limits[OtherProvider] = Unlimited
+	if f.other != nil && f.other.limits != nil {
+		limits[OtherProvider] = f.other.limits.limit
+		ws.single("providers.other", f.other.limits)
+	}
+	for _, t := range f.tenants {
+		ws.limits(join("tenants", t.value), t.limits, t.providers, limits)
+	}
+	for _, d := range f.features {
+		path := join("features", d.value)
+		ws.limits(path, d.limits, d.providers, limits)
+		for _, t := range d.tenants {
+			ws.limits(join(path, "tenants."+t.value), t.limits, t.providers, limits)
+		}
+		if d.classless {
+			ws.add(d.at, "%s: has no class and gets background, the lowest: write one", path)
+		}
+		f.warnMatch(&ws, path, d)
+		warnCPU(&ws, path, d)
+	}
+	if d := f.deflt; d != nil {
+		ws.limits("features.default", d.limits, d.providers, limits)
+	}
+	f.warnStranded(&ws)
+	return ws.warnings()
+}
+
+func (ws *findings) single(path string, b *block) {
+	if b != nil && b.limit == 1 {
+		ws.add(b.at, "%s: a limit of 1 is a serial queue, not isolation: one slow call holds up all others", path)
+	}
+}
+
+// limits warns of the limits that a feature or tenant has by itself and at
+// providers.
+func (ws *findings) limits(path string, own *block, pairs []pair, providers map[string]Limit) {
+	ws.single(path, own)
+	for _, x := range pairs {
+		path := join(path, "providers."+x.value)
+		ws.single(path, x.block)
+		if most := providers[x.value]; x.block.limit != Unlimited && most != Unlimited && x.block.limit >= most {
+			ws.add(x.block.at, "%s: %s is not below the provider's own limit of %s, so it bounds nothing more", path, x.block.limit, most)
+		}
+	}
+}
+
+// warnStranded warns where every feature has a cap at a provider and the caps
+// together are less than its limit: some of it can never be used by a feature.
+// While one feature has no cap there, it may use what the others leave.
+func (f *File) warnStranded(ws *findings) {
+	caps := map[string]uint64{}
+	capped := map[string]int{}
+	count := func(d *feature) {
+		for _, x := range d.providers {
+			if x.block.limit != Unlimited {
+				caps[x.value] += uint64(x.block.limit)
+				capped[x.value]++
+			}
+		}
+	}
+	for _, d := range f.features {
+		count(d)
+	}
+	for _, p := range f.providers {
+		if p.limits == nil || p.limits.limit == Unlimited || len(f.features) == 0 || capped[p.value] < len(f.features) {
+			continue
+		}
+		sum, left := caps[p.value], "no feature"
+		bounded := false
+		if d := f.deflt; d != nil {
+			for _, x := range d.providers {
+				if x.value == p.value && x.block.limit != Unlimited {
+					sum, bounded = sum+uint64(x.block.limit), true
+				}
+			}
+			if !bounded && d.limits != nil && d.limits.limit != Unlimited {
+				sum, bounded = sum+uint64(d.limits.limit), true
+			}
+		}
+		if !bounded {
+			left = "only the default feature"
+		}
+		if most := uint64(p.limits.limit); sum < most {
+			ws.add(p.limits.at, "providers.%s: the features' caps add up to %d of %d: %s can use the other %d", p.value, sum, most, left, most-sum)
+		}
+	}
+}
+
+// warnMatch warns of matches that never have an effect, because what they name
+// is protected.
+func (f *File) warnMatch(ws *findings, path string, d *feature) {
+	protect := builtInProtect()
+	for _, s := range f.protect {
+		protect = append(protect, s.value)
+	}
+	for _, m := range d.match {
+		for _, s := range protect {
+			var same bool
+			switch {
+			case strings.HasPrefix(s, "/"):
+				same = m.Cgroup == s || strings.HasPrefix(m.Cgroup, s+"/")
+			case m.Unit != "" && !isGlob(m.Unit):
+				same, _ = doublestar.Match(s, m.Unit) // it was checked
+			default:
+				same = m.Unit == s
+			}
+			if same {
+				ws.add(m.at, "%s.match: matches what is protected (%s), which is never refused", path, s)
+				break
+			}
+		}
+	}
+}
+
+// warnCPU warns of quotas that do something else than what one hopes for.
+func warnCPU(ws *findings, path string, d *feature) {
+	if d.cpu != nil && d.cpu.MaxUsec > 0 && d.class == Realtime {
+		ws.add(d.maxAt, "%s.cpu.max: a quota stalls a realtime feature for the rest of a period as soon as a burst has used it up, "+
+			"long before its average reaches it; weights alone do not", path)
+	}
+	adopted := map[string]int{} // by tenant; 2 is several
+	for _, m := range d.match {
+		switch {
+		case m.Container != nil || isGlob(m.Unit) || isGlob(m.Cgroup):
+			adopted[m.Tenant] += 2
+		case m.Unit != "" || m.Cgroup != "":
+			adopted[m.Tenant]++
+		}
+	}
+	for _, n := range adopted {
+		if n < 2 {
+			continue
+		}
+		if d.cpu != nil && d.cpu.MaxUsec > 0 && !d.cpuPerCgroup {
+			ws.add(d.maxAt, "%s.cpu.max: applies to each cgroup that matches, not to all of them together; per: cgroup says that this is meant", path)
+		}
+		if d.memory != nil && !d.memoryPerCgroup {
+			ws.add(d.memoryAt, "%s.memory: applies to each cgroup that matches, not to all of them together; per: cgroup says that this is meant", path)
+		}
+		break
+	}
+}

@@ -1,0 +1,81 @@
+package policy
+
+import "testing"
+
+func TestWarnings(t *testing.T) {
+	const provider = head + "providers:\n  p: {cidrs: [10.0.0.0/8], limits: {connections: 10}}\n" // lines 1 to 5
+	for _, tc := range []struct {
+		name, text string
+		want       []string
+	}{
+		{"nothing", provider + "features: {f: {class: batch}}\n", nil},
+		{"a limit of 1", head + "providers:\n  p: {cidrs: [10.0.0.0/8], limits: {connections: 1}}\n  other: {limits: {connections: 1}}\n" +
+			"tenants: {t: {limits: {connections: 1}}}\nfeatures:\n  f: {class: batch, limits: {connections: 1}, tenants: {t: {limits: {connections: 1}}}}\n  default: {limits: {connections: 1}}\n", []string{
+			"p.yaml:5:50: providers.p: a limit of 1 is a serial queue, not isolation: one slow call holds up all others",
+			"p.yaml:6:33: providers.other: a limit of 1 is a serial queue, not isolation: one slow call holds up all others",
+			"p.yaml:7:37: tenants.t: a limit of 1 is a serial queue, not isolation: one slow call holds up all others",
+			"p.yaml:9:43: features.f: a limit of 1 is a serial queue, not isolation: one slow call holds up all others",
+			"p.yaml:9:83: features.f.tenants.t: a limit of 1 is a serial queue, not isolation: one slow call holds up all others",
+			"p.yaml:10:35: features.default: a limit of 1 is a serial queue, not isolation: one slow call holds up all others",
+		}},
+		{"a share that comes to 1", provider + "features: {f: {class: batch, providers: {p: {connections: 15%}}}, g: {class: batch}}\n", []string{
+			"p.yaml:6:59: features.f.providers.p: a limit of 1 is a serial queue, not isolation: one slow call holds up all others",
+		}},
+		{"0 and 2 are not 1", provider + "features: {f: {class: batch, limits: {connections: 0}}, g: {class: batch, limits: {connections: 2}}}\n", nil},
+		{"not below the provider's", provider + "tenants: {t: {providers: {p: {connections: 11}}}}\nfeatures:\n" +
+			"  f: {class: batch, providers: {p: {connections: 10}}, tenants: {t: {providers: {p: {connections: 100%}}}}}\n" +
+			"  g: {class: batch, providers: {p: {connections: 9}, other: {connections: 2000}}}\n" +
+			"  h: {class: batch, providers: {p: {connections: unlimited}}}\n", []string{
+			"p.yaml:6:44: tenants.t.providers.p: 11 is not below the provider's own limit of 10, so it bounds nothing more",
+			"p.yaml:8:50: features.f.providers.p: 10 is not below the provider's own limit of 10, so it bounds nothing more",
+			"p.yaml:8:99: features.f.tenants.t.providers.p: 10 is not below the provider's own limit of 10, so it bounds nothing more",
+		}},
+		{"stranded", provider + "features:\n  f: {class: batch, providers: {p: {connections: 3}}}\n  g: {class: batch, providers: {p: {connections: 40%}}}\n", []string{
+			"p.yaml:5:50: providers.p: the features' caps add up to 7 of 10: only the default feature can use the other 3",
+		}},
+		{"stranded for default too", provider + "features:\n  f: {class: batch, providers: {p: {connections: 3}}}\n  default: {limits: {connections: 2}}\n", []string{
+			"p.yaml:5:50: providers.p: the features' caps add up to 5 of 10: no feature can use the other 5",
+		}},
+		{"default uses the rest", provider + "features:\n  f: {class: batch, providers: {p: {connections: 3}}}\n  default: {limits: {connections: 2}, providers: {p: {connections: 7}}}\n", nil},
+		{"a feature without a cap uses the rest", provider + "features:\n  f: {class: batch, providers: {p: {connections: 3}}}\n  g: {class: batch}\n", nil},
+		{"caps that add up", provider + "features:\n  f: {class: batch, providers: {p: {connections: 5}}}\n  g: {class: batch, providers: {p: {connections: 50%}}}\n", nil},
+		{"no class", provider + "features:\n  f: {}\n  default: {}\n", []string{
+			"p.yaml:7:3: features.f: has no class and gets background, the lowest: write one",
+		}},
+		{"protected", provider + "protect: [/a/b, mine.service]\nfeatures:\n  f:\n    class: batch\n    match:\n" +
+			"    - {unit: sshd.service}\n    - {unit: systemd-journald.service}\n    - {unit: \"sshd@*.service\"}\n    - {unit: mine.service}\n" +
+			"    - {cgroup: /a/b}\n    - {cgroup: /a/b/c}\n    - {cgroup: /a/bc}\n    - {unit: chat.service}\n", []string{
+			"p.yaml:11:7: features.f.match: matches what is protected (sshd.service), which is never refused",
+			"p.yaml:12:7: features.f.match: matches what is protected (systemd-*.service), which is never refused",
+			"p.yaml:13:7: features.f.match: matches what is protected (sshd@*.service), which is never refused",
+			"p.yaml:14:7: features.f.match: matches what is protected (mine.service), which is never refused",
+			"p.yaml:15:7: features.f.match: matches what is protected (/a/b), which is never refused",
+			"p.yaml:16:7: features.f.match: matches what is protected (/a/b), which is never refused",
+		}},
+		{"a quota for realtime", provider + "features:\n  f: {class: realtime, cpu: {max: 50%}}\n  g: {class: batch, cpu: {max: 50%}}\n", []string{
+			"p.yaml:7:35: features.f.cpu.max: a quota stalls a realtime feature for the rest of a period as soon as a burst has used it up, long before its average reaches it; weights alone do not",
+		}},
+		{"several cgroups", provider + "tenants: {t: {}}\nfeatures:\n" +
+			"  a: {class: batch, cpu: {max: 50%}, memory: {max: 1Gi}, match: [{unit: \"a@*.service\"}]}\n" +
+			"  b: {class: batch, cpu: {max: 50%}, match: [{unit: a.service}, {cgroup: /b}]}\n" +
+			"  c: {class: batch, memory: {max: 1Gi}, match: [{container: {name: x}}]}\n" +
+			"  d: {class: batch, cpu: {max: 50%, per: cgroup}, memory: {max: 1Gi, per: cgroup}, match: [{unit: \"a@*.service\"}]}\n" +
+			"  e: {class: batch, cpu: {max: 50%}, match: [{unit: a.service}, {unit: b.service, tenant: t}]}\n" +
+			"  f: {class: batch, cpu: {max: 50%}, match: [{exe: /bin/a}, {exe: /bin/b}]}\n" +
+			"  g: {class: batch, cpu: {weight: 5}, match: [{unit: \"a@*.service\"}]}\n", []string{
+			"p.yaml:8:32: features.a.cpu.max: applies to each cgroup that matches, not to all of them together; per: cgroup says that this is meant",
+			"p.yaml:8:46: features.a.memory: applies to each cgroup that matches, not to all of them together; per: cgroup says that this is meant",
+			"p.yaml:9:32: features.b.cpu.max: applies to each cgroup that matches, not to all of them together; per: cgroup says that this is meant",
+			"p.yaml:10:29: features.c.memory: applies to each cgroup that matches, not to all of them together; per: cgroup says that this is meant",
+		}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			_, warnings := compileText(t, tc.text)
+			var lines []string
+			for _, w := range warnings {
+				lines = append(lines, w.String())
+			}
+			wantLines(t, lines, tc.want)
+		})
+	}
+}

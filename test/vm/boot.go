@@ -1,0 +1,123 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+)
+
+// command is one thing to run in the guest.
+type command struct {
+	args []string
+	// test is the package whose test binary it is, or "".
+	test string
+}
+
+// machine is what the guest runs on.
+type machine struct {
+	cpus, memoryMiB int
+	// virtual makes the clock count instructions; then there is one CPU.
+	virtual bool
+	// timeout is the host's time for the whole run.
+	timeout time.Duration
+}
+
+func (m machine) args() []string {
+	if m.virtual {
+		return []string{"-accel", "tcg,thread=single", "-icount", "shift=0,sleep=off", "-smp", "1", "-m", strconv.Itoa(m.memoryMiB)}
+	}
+	return []string{"-accel", "tcg,thread=multi", "-smp", strconv.Itoa(m.cpus), "-m", strconv.Itoa(m.memoryMiB)}
+}
+
+// boot runs the commands on k and returns what became of them. The guest's
+// output goes to out line by line while it runs.
+func boot(ctx context.Context, k kernel, m machine, files []guestFile, commands []command, out io.Writer) (*run, error) {
+	nonce := rand.Text()
+	image, err := buildImage(k, nonce, files, commands)
+	if err != nil {
+		return nil, err
+	}
+	dir, err := os.MkdirTemp("", "bulkhead-vm-")
+	if err != nil {
+		return nil, err
+	}
+	defer os.RemoveAll(dir)
+	initrd := filepath.Join(dir, "initrd")
+	if err := os.WriteFile(initrd, image, 0o600); err != nil {
+		return nil, err
+	}
+
+	ctx, cancel := context.WithTimeout(ctx, m.timeout)
+	defer cancel()
+	args := append(m.args(),
+		"-cpu", "max", "-kernel", k.vmlinuz, "-initrd", initrd,
+		// A panic or an oops ends the guest at once: it reboots, and -no-reboot.
+		"-append", "console=ttyS0 quiet panic=-1 oops=panic mitigations=off random.trust_cpu=on",
+		"-no-reboot", "-nodefaults", "-display", "none", "-monitor", "none")
+	cmd := exec.CommandContext(ctx, "qemu-system-x86_64", args...)
+	// qemu must not outlive us, however we end (see LockOSThread in main).
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	cmd.Stderr = out
+
+	r := newRun(nonce, commands, out)
+	var readers sync.WaitGroup
+	for i, port := range []func(string){r.console, r.output, r.report} {
+		pr, pw, err := os.Pipe()
+		if err != nil {
+			return nil, err
+		}
+		defer pr.Close()
+		defer pw.Close()
+		cmd.ExtraFiles = append(cmd.ExtraFiles, pw)
+		cmd.Args = append(cmd.Args, "-serial", fmt.Sprintf("file:/dev/fd/%d", 3+i))
+		readers.Add(1)
+		go func() {
+			defer readers.Done()
+			readLines(pr, port)
+		}()
+	}
+	err = cmd.Start()
+	for _, pw := range cmd.ExtraFiles {
+		pw.Close() // the readers end when qemu's own copies are closed
+	}
+	if err == nil {
+		err = cmd.Wait()
+	}
+	readers.Wait()
+	if errors.Is(err, exec.ErrNotFound) {
+		return nil, fmt.Errorf("%w (install qemu-system-x86)", err)
+	}
+	if ctx.Err() != nil {
+		err = ctx.Err()
+		if errors.Is(err, context.DeadlineExceeded) {
+			err = fmt.Errorf("not done after %v", m.timeout)
+		}
+	}
+	r.ended = err
+	return r, nil
+}
+
+// readLines calls f for each line until the end, without its line ending.
+func readLines(r io.Reader, f func(string)) {
+	br := bufio.NewReader(r)
+	for {
+		line, err := br.ReadString('\n')
+		if line != "" {
+			f(strings.TrimRight(line, "\r\n"))
+		}
+		if err != nil {
+			return
+		}
+	}
+}

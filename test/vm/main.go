@@ -1,0 +1,233 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+)
+
+// errUsage is wrong use: exit code 2.
+var errUsage = errors.New("wrong use")
+
+func main() {
+	// The kernel kills qemu when the thread that started it ends, so that must
+	// be one that lives as long as we do.
+	runtime.LockOSThread()
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	err := rig(ctx, os.Args[1:], os.Stdout)
+	switch {
+	case errors.Is(err, flag.ErrHelp):
+	case errors.Is(err, errUsage):
+		fmt.Fprintln(os.Stderr, "vm:", err)
+		os.Exit(2)
+	case err != nil:
+		fmt.Fprintln(os.Stderr, "vm:", err)
+		os.Exit(1)
+	}
+}
+
+// options are the command line.
+type options struct {
+	releases []release
+	machine  machine
+	files    []guestFile
+	run      string
+	refresh  bool
+	packages []string
+	command  []string
+}
+
+func parseOptions(args []string) (options, error) {
+	var o options
+	names := "all"
+	f := flag.NewFlagSet("vm", flag.ContinueOnError)
+	f.Usage = func() {
+		fmt.Fprintln(f.Output(), "usage: vm [flags] [package...] [-- command [argument...]]")
+		f.PrintDefaults()
+	}
+	f.StringVar(&names, "kernel", names, "kernels to boot, comma-separated: 6.1, 6.12, newest, or all")
+	f.IntVar(&o.machine.cpus, "smp", 2, "virtual CPUs")
+	f.IntVar(&o.machine.memoryMiB, "memory", 2048, "the guest's memory in MiB")
+	f.BoolVar(&o.machine.virtual, "virtual", false, "virtual time: one CPU whose clock counts instructions")
+	f.DurationVar(&o.machine.timeout, "timeout", 5*time.Minute, "host time for each kernel")
+	f.StringVar(&o.run, "run", "", "run only tests that match this expression")
+	f.BoolVar(&o.refresh, "refresh", false, "fetch the kernels again, for newer ones")
+	f.Func("file", "HOST:GUEST, a file or directory to put into the guest; may be repeated", func(s string) error {
+		host, guest, ok := strings.Cut(s, ":")
+		if !ok || host == "" || !path.IsAbs(guest) {
+			return errors.New("must be HOST:GUEST with an absolute path in the guest")
+		}
+		o.files = append(o.files, guestFile{host, guest})
+		return nil
+	})
+	if i := slices.Index(args, "--"); i >= 0 {
+		args, o.command = args[:i], args[i+1:]
+	}
+	if err := f.Parse(args); err != nil {
+		if errors.Is(err, flag.ErrHelp) {
+			return o, err
+		}
+		return o, fmt.Errorf("%w: %w", errUsage, err)
+	}
+	o.packages = f.Args()
+	for _, name := range strings.Split(names, ",") {
+		found := false
+		for _, r := range releases() {
+			if name == r.name || name == "all" {
+				o.releases = append(o.releases, r)
+				found = true
+			}
+		}
+		if !found {
+			return o, fmt.Errorf("%w: no kernel %q: there are 6.1, 6.12 and newest", errUsage, name)
+		}
+	}
+	if len(o.packages) == 0 && len(o.command) == 0 && !o.refresh {
+		return o, fmt.Errorf("%w: nothing to run: name packages, or a command after --", errUsage)
+	}
+	return o, nil
+}
+
+// rig does what args ask and writes the guests' output and a line for each
+// kernel to out.
+func rig(ctx context.Context, args []string, out io.Writer) error {
+	o, err := parseOptions(args)
+	if err != nil {
+		return err
+	}
+	tmp, err := os.MkdirTemp("", "bulkhead-vm-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(tmp)
+	commands, binaries, err := buildTests(ctx, tmp, o)
+	if err != nil {
+		return err
+	}
+	if len(o.command) > 0 {
+		commands = append(commands, command{args: o.command})
+	}
+	cache, err := cacheDir()
+	if err != nil {
+		return err
+	}
+
+	var errs []error
+	var summary []string
+	for _, r := range o.releases {
+		k, err := getKernel(ctx, cache, r, o.refresh, os.Stderr)
+		if err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		if len(commands) == 0 {
+			summary = append(summary, fmt.Sprintf("%-6s  %s", k.name, k.version))
+			continue
+		}
+		start := time.Now()
+		result, err := boot(ctx, k, o.machine, append(binaries, o.files...), commands, &prefixWriter{prefix: k.name + " | ", out: out})
+		if err != nil {
+			errs = append(errs, fmt.Errorf("kernel %s: %w", k.name, err))
+			continue
+		}
+		verdict := "ok"
+		if err := result.err(); err != nil {
+			verdict = "FAILED"
+			errs = append(errs, fmt.Errorf("kernel %s (%s): %w\nits last lines:\n    %s",
+				k.name, k.version, err, strings.Join(result.lines, "\n    ")))
+		}
+		t := result.tests()
+		summary = append(summary, fmt.Sprintf("%-6s  %-32s %6s: %d passed, %d failed, %d skipped, %.1f s",
+			k.name, result.version, verdict, len(t.passed), len(t.failed), len(t.skipped), time.Since(start).Seconds()))
+		for _, name := range t.skipped {
+			summary = append(summary, "        skipped: "+name)
+		}
+		if ctx.Err() != nil {
+			break
+		}
+	}
+	fmt.Fprintln(out, strings.Join(summary, "\n"))
+	return errors.Join(errs...)
+}
+
+// buildTests compiles the test binaries of o's packages into dir and returns
+// the commands that run them and the files that they need in the guest.
+func buildTests(ctx context.Context, dir string, o options) ([]command, []guestFile, error) {
+	if len(o.packages) == 0 {
+		return nil, nil, nil
+	}
+	// Only packages with tests: a pattern may cover others.
+	listed, err := goTool(ctx, append([]string{"list", "-tags", "vm",
+		"-f", "{{if or .TestGoFiles .XTestGoFiles}}{{.ImportPath}}{{end}}"}, o.packages...)...)
+	if err != nil {
+		return nil, nil, err
+	}
+	packages := strings.Fields(listed)
+	if len(packages) == 0 {
+		return nil, nil, fmt.Errorf("%w: %s have no tests", errUsage, strings.Join(o.packages, " "))
+	}
+	var commands []command
+	var files []guestFile
+	for _, p := range packages {
+		name := strings.ReplaceAll(p, "/", "-") + ".test"
+		host, guest := filepath.Join(dir, name), "/bin/"+name
+		// Without debugging information: there is less to load.
+		if _, err := goTool(ctx, "test", "-c", "-tags", "vm", "-ldflags", "-s -w", "-o", host, p); err != nil {
+			return nil, nil, err
+		}
+		args := []string{guest, "-test.v=test2json", "-test.run", o.run,
+			// Before ours, so that the stacks are shown.
+			"-test.timeout", (o.machine.timeout * 9 / 10).String()}
+		commands = append(commands, command{args: args, test: p})
+		files = append(files, guestFile{host, guest})
+	}
+	return commands, files, nil
+}
+
+// goTool runs go for the guest and returns its standard output.
+func goTool(ctx context.Context, args ...string) (string, error) {
+	cmd := exec.CommandContext(ctx, "go", args...)
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOOS=linux", "GOARCH=amd64")
+	cmd.Stderr = os.Stderr
+	out, err := cmd.Output()
+	if err != nil {
+		return "", fmt.Errorf("go %s: %w", strings.Join(args, " "), err)
+	}
+	return string(out), nil
+}
+
+// prefixWriter puts a prefix before every line. Each Write is whole lines.
+type prefixWriter struct {
+	mu     sync.Mutex
+	prefix string
+	out    io.Writer
+}
+
+func (w *prefixWriter) Write(p []byte) (int, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	var b bytes.Buffer
+	for line := range bytes.Lines(p) {
+		b.WriteString(w.prefix)
+		b.Write(line)
+	}
+	if _, err := w.out.Write(b.Bytes()); err != nil {
+		return 0, err
+	}
+	return len(p), nil
+}

@@ -1,0 +1,58 @@
+package main
+
+import (
+	"errors"
+	"io"
+	"strings"
+	"testing"
+)
+
+// TestVerdict: only a complete and good report passes.
+func TestVerdict(t *testing.T) {
+	test := command{args: []string{"/bin/x.test"}, test: "x"}
+	plain := command{args: []string{"true"}}
+	for _, c := range []struct {
+		name     string
+		commands []command
+		output   string
+		report   string
+		console  string
+		ended    error
+		want     error
+	}{
+		{name: "good", commands: []command{test, plain}, output: "\x16--- PASS: TestA (0.00s)\n", report: "w kernel 6.1\nw exit 0 0\nw exit 1 0\nw done\n"},
+		{name: "exit code", commands: []command{plain}, report: "w exit 0 3\nw done\n", want: errCommand},
+		{name: "second exit code", commands: []command{plain, plain}, report: "w exit 0 0\nw exit 1 1\nw done\n", want: errCommand},
+		{name: "silence", commands: []command{plain}, want: errNoReport},
+		{name: "half", commands: []command{plain, plain}, report: "w exit 0 0\nw done\n", want: errNoReport},
+		{name: "not done", commands: []command{plain}, report: "w exit 0 0\n", want: errNoReport},
+		{name: "another word", commands: []command{plain}, report: "v exit 0 0\nv done\n", want: errNoReport},
+		{name: "a report in the output", commands: []command{plain}, output: "w exit 0 0\nw done\n", want: errNoReport},
+		{name: "mount failed", commands: []command{plain}, report: "w fail mount -t bpf\nw exit 0 0\nw done\n", want: errNoReport},
+		{name: "panic after all", commands: []command{plain}, report: "w exit 0 0\nw done\n", console: "[1.0] Kernel panic - not syncing: x\n", want: errPanic},
+		{name: "qemu failed", commands: []command{plain}, report: "w exit 0 0\nw done\n", ended: io.ErrUnexpectedEOF, want: io.ErrUnexpectedEOF},
+		{name: "no test", commands: []command{test}, output: "testing: warning: no tests to run\nPASS\n", report: "w exit 0 0\nw done\n", want: errNoTest},
+		{name: "only skipped", commands: []command{test}, output: "\x16--- SKIP: TestA (0.00s)\n", report: "w exit 0 0\nw done\n", want: errNoTest},
+		{name: "a test's own text", commands: []command{test}, output: "--- PASS: TestA (0.00s)\n", report: "w exit 0 0\nw done\n", want: errNoTest},
+	} {
+		r := newRun("w", c.commands, io.Discard)
+		readLines(strings.NewReader(c.console), r.console)
+		readLines(strings.NewReader(c.output), r.output)
+		readLines(strings.NewReader(c.report), r.report)
+		r.ended = c.ended
+		if err := r.err(); !errors.Is(err, c.want) || (err == nil) != (c.want == nil) {
+			t.Errorf("%s: %v, want %v", c.name, err, c.want)
+		}
+	}
+}
+
+// TestCounts: subtests count, wherever the line begins.
+func TestCounts(t *testing.T) {
+	r := newRun("w", []command{{test: "x"}}, io.Discard)
+	readLines(strings.NewReader("\x16=== RUN   TestA\r\nno end of line\x16--- PASS: TestA (0.01s)\r\n"+
+		"    \x16--- FAIL: TestA/b (0.00s)\n    \x16--- SKIP: TestA/c (0.00s)\n\x16=== NAME  \n"), r.output)
+	got := r.tests()
+	if strings.Join(got.passed, " ") != "TestA" || strings.Join(got.failed, " ") != "TestA/b" || strings.Join(got.skipped, " ") != "TestA/c" {
+		t.Errorf("got %+v", got)
+	}
+}
