@@ -34,6 +34,8 @@ AS_ROOT         := $(if $(filter 0,$(shell id -u)),,sudo)
 # Tests are built as you and run as root.
 EXEC_AS_ROOT    := $(if $(AS_ROOT),-exec 'sudo -E')
 
+# The rings share this machine, and test is in order of cost.
+.NOTPARALLEL:
 .DEFAULT_GOAL := help
 .PHONY: help deps go-version root build generate generate-check vet lint unit kernel vm vm-kernels-refresh test demo bench clean
 

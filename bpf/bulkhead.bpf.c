@@ -1,4 +1,4 @@
-// SPDX-License-Identifier: (GPL-2.0-only OR Apache-2.0)
+// SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause)
 /*
  * The hooks. Plain UAPI headers and no CO-RE: this loads without kernel BTF.
  * One set of programs is attached once, at the cgroup root that the agent was

@@ -1,4 +1,4 @@
-/* SPDX-License-Identifier: (GPL-2.0-only OR Apache-2.0) */
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /* Destination -> provider, and task -> compartment. */
 #ifndef BULKHEAD_DEST_H
 #define BULKHEAD_DEST_H

@@ -1,4 +1,4 @@
-/* SPDX-License-Identifier: (GPL-2.0-only OR Apache-2.0) */
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
  * Every structure that the kernel programs share with user space, written once.
  * Go gets them from this file's BTF through bpf2go; nothing is mirrored by hand.

@@ -144,6 +144,9 @@ Exit codes: 0 done, 1 failed, 2 wrong use, where a command does not say otherwis
 		a.doctorCommand(), a.detachCommand(), a.demoCommand(), a.versionCommand(),
 	)
 	root.AddCommand(a.demoChildren()...)
+	// Or cobra takes the flag behind --help for its value when it looks for the
+	// command.
+	root.InitDefaultHelpFlag()
 	return root
 }
 

@@ -203,7 +203,7 @@ func (a *app) askAgent(ctx context.Context, s *status, where conn.Options) (agen
 	if pid, ok := conn.Holder(where); ok {
 		message = fmt.Sprintf("agent %d holds the pins in %s, but: %v", pid, where.BPFFS, err)
 	}
-	s.Conditions = append(s.Conditions, shortfall(condAgent, "NotRunning", "%s; limits stay in force, but nothing reloads, adopts or reconciles", message))
+	s.Conditions = append(s.Conditions, shortfall(condAgent, "NotRunning", "%s: nothing reloads, adopts or reconciles", message))
 	return info, false
 }
 

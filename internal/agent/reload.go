@@ -178,13 +178,15 @@ func (a *agent) prune() {
 	}
 }
 
-// rollBackSlices removes the slices of a plan that did not come into force.
+// rollBackSlices removes the slices of a plan that did not come into force, and
+// if none is in force, the controllers that were turned on for them too.
 func (a *agent) rollBackSlices() {
-	inForce := a.plan
-	if inForce == nil {
-		inForce = &policy.Plan{}
+	var err error
+	if a.plan != nil {
+		_, err = a.tree.Prune(a.plan)
+	} else {
+		_, _, err = a.tree.Remove()
 	}
-	_, err := a.tree.Prune(inForce)
 	a.complain("remove the slices that were just made", err)
 }
 

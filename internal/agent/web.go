@@ -25,6 +25,11 @@ func listenWeb(addresses []string, config string) (*webServer, error) {
 	}
 	s := &webServer{config: config}
 	for _, a := range addresses {
+		// Go takes "" for any port on every address.
+		if _, _, err := net.SplitHostPort(a); err != nil {
+			s.close()
+			return nil, fmt.Errorf("metrics listener %q is not ADDRESS:PORT: %w", a, err)
+		}
 		l, err := net.Listen("tcp", a)
 		if err != nil {
 			s.close()

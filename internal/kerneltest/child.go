@@ -82,6 +82,8 @@ func (c *child) do(q request) (a response, err error) {
 		a.Results, err = probe(q.Kind, q.Addrs)
 	case "storm":
 		c.storm, err = newStorm(q.Kind, q.Addr, q.N)
+	case "hammer":
+		c.storm, err = newHammer(q.Kind, q.Addrs, q.N)
 	case "calm":
 		a.Counts = c.storm.end()
 	case "close":
@@ -304,6 +306,7 @@ type storm struct {
 	threads sync.WaitGroup
 	mu      sync.Mutex
 	counts  map[syscall.Errno]int
+	fds     []int // closed at its end
 }
 
 func newStorm(kind Kind, addr string, n int) (*storm, error) {
@@ -313,35 +316,75 @@ func newStorm(kind Kind, addr string, n int) (*storm, error) {
 	}
 	s := &storm{counts: map[syscall.Errno]int{}}
 	for range n {
-		s.threads.Go(func() {
-			runtime.LockOSThread()
-			defer runtime.UnlockOSThread()
-			counts := map[syscall.Errno]int{}
-			for i := 0; !s.over.Load(); i++ {
-				fd, err := socket(kind)
-				if err != nil {
-					counts[errnoOf(err)]++
-					continue
-				}
-				counts[errnoOf(unix.Connect(fd, sa))]++
-				if i%16 != 0 {
-					reset(fd)
-				}
-				unix.Close(fd)
+		s.thread(func(i int) error {
+			fd, err := socket(kind)
+			if err != nil {
+				return err
 			}
-			s.mu.Lock()
-			defer s.mu.Unlock()
-			for errno, n := range counts {
-				s.counts[errno] += n
+			err = unix.Connect(fd, sa)
+			if i%16 != 0 {
+				reset(fd)
 			}
+			unix.Close(fd)
+			return err
 		})
 	}
 	return s, nil
 }
 
+func newHammer(kind Kind, addrs []string, n int) (*storm, error) {
+	var all []unix.Sockaddr
+	for _, addr := range addrs {
+		sa, err := sockaddr(addr)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, sa)
+	}
+	s := &storm{counts: map[syscall.Errno]int{}}
+	shared, err := socket(kind)
+	if err != nil {
+		return nil, fmt.Errorf("socket: %v", err)
+	}
+	s.fds = append(s.fds, shared)
+	for t := range n {
+		if kind == UDP4 || kind == UDP6 {
+			s.thread(func(i int) error { return unix.Sendto(shared, []byte("x"), unix.MSG_DONTWAIT, all[(t+i)%len(all)]) })
+			continue
+		}
+		fd, err := socket(kind)
+		if err != nil {
+			return nil, fmt.Errorf("socket: %v", err)
+		}
+		s.fds = append(s.fds, fd)
+		s.thread(func(i int) error { return unix.Connect(fd, all[(t+i)%len(all)]) })
+	}
+	return s, nil
+}
+
+// thread does something again and again and counts what it returns.
+func (s *storm) thread(do func(i int) error) {
+	s.threads.Go(func() {
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		counts := map[syscall.Errno]int{}
+		for i := 0; !s.over.Load(); i++ {
+			counts[errnoOf(do(i))]++
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		for errno, n := range counts {
+			s.counts[errno] += n
+		}
+	})
+}
+
 func (s *storm) end() map[syscall.Errno]int {
 	s.over.Store(true)
 	s.threads.Wait()
+	for _, fd := range s.fds {
+		unix.Close(fd)
+	}
 	return s.counts
 }
 

@@ -232,6 +232,13 @@ func (c *Client) Storm(kind Kind, addr string, n int) {
 	c.must(request{Op: "storm", Kind: kind, Addr: addr, N: n})
 }
 
+// Hammer starts n threads that each connect one socket again and again until Calm, as
+// only works where every connect fails; UDP threads share a socket and send.
+func (c *Client) Hammer(kind Kind, n int, addrs ...string) {
+	c.t.Helper()
+	c.must(request{Op: "hammer", Kind: kind, Addrs: addrs, N: n})
+}
+
 // Calm ends the storm and returns how often its connects returned which errno.
 func (c *Client) Calm() map[syscall.Errno]int {
 	c.t.Helper()

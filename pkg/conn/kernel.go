@@ -199,7 +199,8 @@ func (k *Kernel) clear(i uint32, name string, zero any) error {
 
 // Apply puts a plan in force with one flip: every connect is judged by the
 // generation before or by this one, never by a mix. It returns the number of the
-// new generation. On an error the old one stays in force.
+// new generation. If that is 0 there was an error and the old one stays in force; an
+// error with a number is of the cleaning up behind it.
 //
 // The first Apply on an instance attaches the programs too, and publishes the pins
 // last, with one rename.
@@ -234,20 +235,19 @@ func (k *Kernel) Apply(plan *policy.Plan, members []Member) (uint32, error) {
 		return 0, err
 	}
 	k.plan, k.at, k.tables = plan, at, t
-	if err := k.attach(t.gen.Udp != 0); err != nil {
-		return 0, err
-	}
-	if t.gen.Udp == 0 {
-		if err := k.detachUDP(); err != nil {
+	if !k.pinned {
+		if err := k.attach(t.gen.Udp != 0); err != nil {
 			return 0, err
 		}
-	}
-	if !k.pinned {
 		if err := k.publish(); err != nil {
 			return 0, err
 		}
 	}
-	return t.gen.Generation, k.Forget()
+	// In force from here on, whatever else fails.
+	if t.gen.Udp == 0 {
+		err = k.detachUDP()
+	}
+	return t.gen.Generation, errors.Join(err, k.attach(t.gen.Udp != 0), k.Forget())
 }
 
 // SetMembers changes who is in which compartment, within the generation in force.

@@ -12,8 +12,10 @@ import (
 	"testing"
 
 	"github.com/cilium/ebpf/link"
+	"golang.org/x/sys/unix"
 
 	"bulkhead/internal/kerneltest"
+	"bulkhead/internal/sockets"
 	"bulkhead/pkg/policy"
 )
 
@@ -315,3 +317,17 @@ func attached(t testing.TB, cgroup string) map[string]int {
 }
 
 func keysOf[K ~string, V any](m map[K]V) []K { return slices.Sorted(maps.Keys(m)) }
+
+// readOwnSockets are the remote addresses of the TCP sockets in the test's namespace.
+func readOwnSockets(in *instance) []string {
+	in.Helper()
+	d := sockets.Read(context.Background(), sockets.Namespace{}, unix.IPPROTO_TCP)
+	if !d.Complete {
+		in.Fatal(d.Err)
+	}
+	var all []string
+	for _, s := range d.Sockets {
+		all = append(all, s.Remote.String())
+	}
+	return all
+}

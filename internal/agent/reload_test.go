@@ -1,0 +1,126 @@
+package agent
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"bulkhead/pkg/cgroup"
+	"bulkhead/pkg/conn"
+	"bulkhead/pkg/policy"
+)
+
+const aPolicy = `apiVersion: bulkhead/v1
+kind: Policy
+mode: enforce
+protect: [/app/guard]
+providers:
+  local: {cidrs: [127.0.0.1/32], ports: [8000], limits: {connections: 10}}
+tenants:
+  free: {limits: {connections: 5}}
+features:
+  chat:
+    class: realtime
+    match: [{cgroup: "/app/*"}]
+    limits: {connections: 4}
+`
+
+func load(t *testing.T, text string) (*policy.Plan, error) {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "policy.yaml")
+	write(t, path, text)
+	plan, _, err := Load(path)
+	return plan, err
+}
+
+// TestLoadRefuses: nothing that would only half work comes into force.
+func TestLoadRefuses(t *testing.T) {
+	for _, c := range []struct{ name, text, want string }{
+		{"empty", "", ""},
+		{"half", aPolicy[:len(aPolicy)/2], ""},
+		{"names", strings.Replace(aPolicy, "cidrs: [127.0.0.1/32]", "hosts: [api.example.com]", 1), "provider local: names are not built yet"},
+		{"unit", strings.Replace(aPolicy, `cgroup: "/app/*"`, "unit: chat.service", 1), "match by unit is not built yet"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			if _, err := load(t, c.text); err == nil || !strings.Contains(err.Error(), c.want) {
+				t.Errorf("got %v, want %q", err, c.want)
+			}
+		})
+	}
+	if _, _, err := Load(filepath.Join(t.TempDir(), "none")); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("no file: %v", err)
+	}
+	if _, err := load(t, aPolicy); err != nil {
+		t.Errorf("a right policy: %v", err)
+	}
+}
+
+// TestPlace: slices and adopted cgroups become members of their compartments,
+// and protection wins over adoption.
+func TestPlace(t *testing.T) {
+	plan, err := load(t, aPolicy)
+	must(t, err)
+	all := []cgroup.Cgroup{
+		{Path: "/", ID: 10, Level: 2},
+		{Path: "/app", ID: 11, Level: 3},
+		{Path: "/app/guard", ID: 12, Level: 4},
+		{Path: "/app/web", ID: 13, Level: 4},
+		{Path: "/bulkhead.slice", ID: 20, Level: 3},
+		{Path: "/bulkhead.slice/bulkhead-chat.slice", ID: 21, Level: 4},
+		{Path: "/bulkhead.slice/bulkhead-chat.slice/bulkhead-chat-free.slice", ID: 22, Level: 5},
+		{Path: "/bulkhead.slice/bulkhead-chat.slice/exec-1.scope", ID: 23, Level: 5},
+		{Path: "/ssh.service", ID: 30, Level: 3},
+	}
+	chat, _ := plan.FindCompartment("chat", "")
+	free, _ := plan.FindCompartment("chat", "free")
+	got := place(plan, all)
+	want := []conn.Member{
+		{CgroupID: 12, Level: 4, Protected: true},
+		{CgroupID: 13, Level: 4, Compartment: chat},
+		{CgroupID: 21, Level: 4, Compartment: chat},
+		{CgroupID: 22, Level: 5, Compartment: free},
+		{CgroupID: 30, Level: 3, Protected: true},
+	}
+	slices.SortFunc(got.members, func(a, b conn.Member) int { return int(a.CgroupID) - int(b.CgroupID) })
+	if !slices.Equal(got.members, want) {
+		t.Errorf("members:\n got %+v\nwant %+v", got.members, want)
+	}
+	if got.missing {
+		t.Error("no slice is missing")
+	}
+	if !place(plan, all[:6]).missing {
+		t.Error("the tenant's slice is missing")
+	}
+}
+
+// TestRefusalsAreTold: each once, oldest first, whatever the clock's jitter.
+func TestRefusalsAreTold(t *testing.T) {
+	at := time.Now()
+	r := func(feature string, after time.Duration, total uint64) conn.Refusal {
+		return conn.Refusal{Feature: feature, Provider: "p", Time: at.Add(after), Total: total}
+	}
+	told := told{}
+	for i, step := range []struct {
+		read []conn.Refusal // newest first
+		want []string
+	}{
+		{[]conn.Refusal{r("a", 2*time.Millisecond, 1), r("b", 0, 5)}, []string{"b", "a"}},
+		{[]conn.Refusal{r("a", 2*time.Millisecond, 1), r("b", 0, 5)}, nil},
+		// Others were refused meanwhile and not told of; the same one is read,
+		// at a time that differs by the clocks' jitter.
+		{[]conn.Refusal{r("a", 3*time.Millisecond, 40), r("b", 0, 5)}, nil},
+		{[]conn.Refusal{r("a", time.Second, 41), r("b", 0, 5)}, []string{"a"}},
+	} {
+		var got []string
+		for _, n := range told.news(step.read) {
+			got = append(got, n.Feature)
+		}
+		if !slices.Equal(got, step.want) {
+			t.Errorf("step %d: told %v, want %v", i, got, step.want)
+		}
+	}
+}

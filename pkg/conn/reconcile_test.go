@@ -1,0 +1,131 @@
+package conn
+
+import (
+	"errors"
+	"fmt"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"bulkhead/internal/kerneltest"
+	"bulkhead/internal/sockets"
+)
+
+func TestReconcile(t *testing.T) {
+	runAll(t,
+		test{"frees nothing that lives", testReconcileFreesNothingAlive},
+		test{"frees nothing that it cannot see", testReconcileUnreachableNamespace},
+		test{"races with the hooks", testRetireRaces},
+	)
+}
+
+// Connections come and go in two network namespaces while it runs again and again: it
+// reclaims none of them.
+func testReconcileFreesNothingAlive(in *instance) {
+	const runs = 40
+	client, _ := two(in)
+	client.Storm(kerneltest.TCP4, "127.2.0.1:80", 2)
+
+	ns := kerneltest.NewNetns(in)
+	var server *kerneltest.Server
+	ns.Do(func() error {
+		server = kerneltest.Serve(in, "127.1.0.1:80", kerneltest.Drain)
+		return nil
+	})
+	steady, busy := in.startIn(ns, in.Mkdir("f")), in.startIn(ns, in.Mkdir("f"))
+	var held []int
+	for range 5 {
+		held = append(held, steady.MustDial(kerneltest.TCP4, server.Addr))
+	}
+	busy.Storm(kerneltest.TCP4, server.Addr, 2)
+	for range runs {
+		r := in.reconcile()
+		if r.Reclaimed != 0 || len(r.Errors) != 0 {
+			in.Fatalf("%+v, want nothing reclaimed", r)
+		}
+		if n := in.count(provider("p")).InUse; n < 5 {
+			in.Fatalf("%d in use at p, where 5 are held", n)
+		}
+	}
+	for _, c := range []*kerneltest.Client{client, busy} {
+		counts := c.Calm()
+		for errno, n := range counts {
+			// A hundred is far from what four threads can hold.
+			if errno == errnoSeen(syscall.ECONNREFUSED) {
+				in.Errorf("%d connects were refused: slots were lost", n)
+			}
+		}
+		if counts[0] == 0 {
+			in.Error("no connect at all")
+		}
+	}
+	in.inUse(provider("p"), 5, "after the storm")
+	steady.Close(held...)
+}
+
+// A socket whose network namespace nothing leads to is not missing, it is not seen.
+func testReconcileUnreachableNamespace(in *instance) {
+	client, _ := two(in)
+	fd := client.Stray(kerneltest.TCP4)
+	wantErrno(in, client.Connect(fd, "192.0.2.1:80"), syscall.ENETUNREACH, "connect in a namespace without routes")
+	in.want(1, 0, "after a connect in a namespace of nobody")
+	for range 4 {
+		r := in.reconcile()
+		if r.Reclaimed != 0 {
+			in.Fatalf("%+v, want nothing reclaimed", r)
+		}
+		if len(r.Errors) != 1 || !errors.Is(r.Errors[0], sockets.ErrUnreachable) {
+			in.Fatalf("errors %v, want one ErrUnreachable", r.Errors)
+		}
+		in.want(1, 0, "after a Reconcile that could not see it")
+	}
+	if s := in.snapshot(); len(s.Unseen) != 1 {
+		in.Errorf("unseen namespaces %q, want one", s.Unseen)
+	}
+	client.Close(fd)
+}
+
+// Slots are retired and their tombstones deleted, thousands of times, while their sockets
+// connect again and again: every connect is counted once and given back once. Reconcile
+// does the same, once in two periods.
+func testRetireRaces(in *instance) {
+	client, _ := two(in)
+	client.Hammer(kerneltest.TCP4, 3, "192.0.2.1:80")
+	retired := 0
+	for over := time.Now().Add(2 * time.Second); time.Now().Before(over); {
+		slots, err := readSlots(in.k.coll.Maps)
+		if err != nil {
+			in.Fatal(err)
+		}
+		for _, s := range slots {
+			if s.released() {
+				if err := in.k.bury(s.cookie, s.Word); err != nil {
+					in.Fatal(err)
+				}
+				continue
+			}
+			done, err := in.k.retire(s.cookie, s.Word)
+			if err != nil {
+				in.Fatal(err)
+			}
+			if done {
+				retired++
+			}
+		}
+	}
+	counts := client.Calm()
+	b := in.count(provider("p"))
+	in.Logf("%d connects, %d retired", counts[syscall.ENETUNREACH], retired)
+	if int(b.Accepted) != counts[syscall.ENETUNREACH] || b.refused() != 0 {
+		in.Errorf("%d connects %v, %d counted, %d refused", counts[syscall.ENETUNREACH], counts, b.Accepted, b.refused())
+	}
+	if retired == 0 {
+		in.Error("nothing was retired")
+	}
+	in.empty("after all sockets are closed")
+}
+
+var _ = fmt.Sprint
+var _ = unix.EINVAL
