@@ -205,9 +205,9 @@ static __always_inline void take_route_anyway(struct route *r)
 		take_place(r->holds[i].bulkhead, NO_LIMIT);
 }
 
-static __always_inline void count_connection(struct route *r)
+static __always_inline void count_connection(__u32 at)
 {
-	struct traffic_count *t = bpf_map_lookup_elem(&traffic, &r->traffic);
+	struct traffic_count *t = bpf_map_lookup_elem(&traffic, &at);
 
 	if (t)
 		__sync_fetch_and_add(&t->connections, 1);
@@ -264,7 +264,7 @@ static __always_inline int admit(struct route *r, const struct ask *q)
 		/* No room to remember it: it must not be counted, and it is let through. */
 		count(TOTAL_SLOTS_FULL);
 	}
-	count_connection(r);
+	count_connection(r->traffic);
 	return 0;
 }
 

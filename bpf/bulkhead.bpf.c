@@ -24,16 +24,16 @@ char LICENSE[] SEC("license") = "Dual BSD/GPL";
  * connect() and unconnected sends, one way for every family. Destination first:
  * most connects on a node match nothing and must cost next to nothing.
  */
-static __always_inline int judge(struct bpf_sock_addr *ctx, struct dest_key *key, __u8 ip_header)
+static __always_inline int judge(struct bpf_sock_addr *ctx, struct dest_key *key, int ipv4)
 {
 	struct ask q = {};
-	__u32 zero = 0, idx, provider, compartment, at;
+	__u32 zero = 0, idx, provider = PROVIDER_OTHER;
 	struct control_word *c = bpf_map_lookup_elem(&control, &zero);
 	struct slot *old;
 	struct route *r;
 	struct gen *g;
+	struct who who;
 	__u64 word;
-	void *rs;
 	int err;
 
 	if (!c)
@@ -48,45 +48,44 @@ static __always_inline int judge(struct bpf_sock_addr *ctx, struct dest_key *key
 	if (q.proto != IPPROTO_TCP && (q.proto != IPPROTO_UDP || !g->udp))
 		return ALLOW;
 	q.port = bpf_ntohs((__u16)ctx->user_port);
-	provider = provider_of(idx, key, q.proto, q.port);
-	compartment = compartment_of(idx, g, word >> 1);
+	if (near(g, key->addr, ipv4))
+		provider = provider_of(idx, key, q.proto, q.port);
+	who = who_connects(idx, g, word >> 1);
 	q.cookie = bpf_get_socket_cookie(ctx);
 	old = bpf_map_lookup_elem(&slots, &q.cookie);
-
-	at = compartment * g->providers + provider;
-	rs = bpf_map_lookup_elem(&routes, &idx);
-	if (!rs)
-		return ALLOW;
-	r = compartment == COMPARTMENT_PROTECTED ? 0 : bpf_map_lookup_elem(rs, &at);
-
 	if (old) {
 		__u64 seen = *(volatile __u64 *)&old->word;
 
 		/* One slot per (UDP socket, provider): more datagrams to the same change nothing. */
-		if (q.proto == IPPROTO_UDP && r && !(seen & SLOT_RELEASED) && old->traffic == r->traffic)
-			return ALLOW;
+		if (q.proto == IPPROTO_UDP && !(seen & SLOT_RELEASED)) {
+			r = route_of(idx, g, who.compartment, provider);
+			if (r && old->traffic == r->traffic)
+				return ALLOW;
+		}
 		/* The hook runs only for a socket whose old association is over. */
 		if (!replace_slot(old, seen, &q.cookie))
 			return ALLOW;
 	}
-	if (!r)
+	if (who.compartment == COMPARTMENT_PROTECTED)
 		return ALLOW;
 	if (have_retval && bpf_get_retval() < 0) {
 		/* A program before ours has denied it: there will be no connection. */
 		count(TOTAL_REFUSED_EARLIER);
 		return ALLOW;
 	}
-
-	if (r->flags & ROUTE_COUNT_ONLY) {
+	if (provider == PROVIDER_OTHER && who.other != NO_INDEX) {
 		/* A name lookup's UDP connects to nobody of ours are not connections. */
 		if (q.proto == IPPROTO_TCP)
-			count_connection(r);
+			count_connection(who.other);
 		return ALLOW;
 	}
 
+	r = route_of(idx, g, who.compartment, provider);
+	if (!r)
+		return ALLOW;
 	__builtin_memcpy(q.addr, key->addr, 16);
 	q.netns = bpf_get_netns_cookie(ctx);
-	q.header = ip_header + TCP_HEADER;
+	q.header = (ipv4 ? 20 : 40) + TCP_HEADER;
 	err = admit(r, &q);
 	if (!err)
 		return ALLOW;
@@ -102,7 +101,7 @@ static __always_inline int judge4(struct bpf_sock_addr *ctx)
 
 	key.addr[10] = key.addr[11] = 0xff;
 	__builtin_memcpy(key.addr + 12, &a, 4);
-	return judge(ctx, &key, 20);
+	return judge(ctx, &key, 1);
 }
 
 static __always_inline int judge6(struct bpf_sock_addr *ctx)
@@ -112,7 +111,7 @@ static __always_inline int judge6(struct bpf_sock_addr *ctx)
 	int mapped = !a[0] && !a[1] && a[2] == bpf_htonl(0xffff);
 
 	__builtin_memcpy(key.addr, a, 16);
-	return judge(ctx, &key, mapped ? 20 : 40);
+	return judge(ctx, &key, mapped);
 }
 
 SEC("cgroup/connect4")

@@ -26,6 +26,7 @@ enum constant {
 	PROVIDER_OTHER = 0,
 	COMPARTMENT_PROTECTED = 0xffff,
 	NO_LIMIT = 0xffffffff,
+	NO_INDEX = 0xffffffff,
 	SLOT_RELEASED = 1,	   /* bit 0 of slot.word: its places are given back */
 	SLOT_CLAIMED = 2,	   /* bit 1 of slot.word: a hook is replacing the entry */
 };
@@ -39,13 +40,24 @@ struct control_word {
 	__u64 word;
 };
 
-/* What a generation has besides its maps. */
+#define NEAR_BITS 65536
+
+/*
+ * What a generation has besides its maps. near says in one bit whether any
+ * destination can match: most connects on a node match none, and one bit is one
+ * cache line where the prefix lookup is ten. For IPv4 it is the bit of the address's
+ * first 16 bits; for IPv6, whose first 16 bits are nearly always the same few, that
+ * of the exclusive or of its first two 16-bit words. It is never clear for an address
+ * that has a destination.
+ */
 struct gen {
 	__u32 generation;	   /* as users see it, from 1 */
 	__u32 providers;	   /* route of (c, p) is c * providers + p */
 	__u32 udp;		   /* the plan names UDP destinations */
 	__u32 levels;		   /* used entries of level */
 	__u8 level[MAX_LEVELS];	   /* cgroup depths to look at, deepest first */
+	__u8 near4[NEAR_BITS / 8];
+	__u8 near6[NEAR_BITS / 8];
 };
 
 struct dest_key {
@@ -169,7 +181,7 @@ struct leaf {
 	__u64 cgroup;
 	__u64 epoch;
 	__u32 compartment;
-	__u32 pad;
+	__u32 other;		   /* traffic of the route to other if it only counts, else NO_INDEX */
 };
 
 /* Event counters that belong to no bulkhead. */

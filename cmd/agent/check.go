@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -65,8 +66,11 @@ func limits(plan *policy.Plan) (n int) {
 }
 
 func plural(n int, what string) string {
-	if n == 1 {
+	switch {
+	case n == 1:
 		return "1 " + what
+	case strings.HasSuffix(what, "s"):
+		what += "e"
 	}
 	return fmt.Sprintf("%d %ss", n, what)
 }

@@ -16,7 +16,6 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"bulkhead/pkg/cgroup"
 	"bulkhead/pkg/policy"
 )
 
@@ -93,9 +92,6 @@ func (a *app) exec(ctx context.Context, feature, tenant, as string, args []strin
 		return err
 	}
 	if _, err := tree.Enter(slice); err != nil {
-		if errors.Is(err, cgroup.ErrGone) {
-			err = fmt.Errorf("%w: the slice of %s is missing; a running agent makes it", err, named(feature, tenant))
-		}
 		return failed(err)
 	}
 	if who != nil {

@@ -230,13 +230,6 @@ func adoptions(tree *cgroup.Tree, snap *conn.Snapshot, next *policy.Plan, all []
 		k := next.Compartments[ad.Compartment]
 		then[key{ad.Path, k.Feature, k.Tenant}] = true
 	}
-	for _, c := range cgroup.Protected(next, all) {
-		for k := range then {
-			if k.path == c.Path {
-				delete(then, k) // protection wins
-			}
-		}
-	}
 	only := func(in, notIn map[key]bool) ([]adoption, error) {
 		out := []adoption{}
 		for k := range in {
@@ -298,10 +291,10 @@ func (p *preview) table(w io.Writer) error {
 		}
 	}
 	for _, ad := range p.Adopt {
-		fmt.Fprintf(w, "+ adopt cgroup %s into %s (%d processes)\n", ad.Path, named(ad.Feature, ad.Tenant), ad.Processes)
+		fmt.Fprintf(w, "+ adopt cgroup %s into %s (%s)\n", ad.Path, named(ad.Feature, ad.Tenant), plural(ad.Processes, "process"))
 	}
 	for _, ad := range p.Release {
-		fmt.Fprintf(w, "- release cgroup %s from %s (%d processes)\n", ad.Path, named(ad.Feature, ad.Tenant), ad.Processes)
+		fmt.Fprintf(w, "- release cgroup %s from %s (%s)\n", ad.Path, named(ad.Feature, ad.Tenant), plural(ad.Processes, "process"))
 	}
 	return nil
 }

@@ -65,7 +65,7 @@ func listenAdmin(ctx context.Context, path string) (net.Listener, error) {
 		case err == nil:
 			return nil, fmt.Errorf("admin socket %s: agent %d answers there; stop it, or give this one its own --admin-socket", path, other.PID)
 		case !errors.Is(err, ErrNoAgent):
-			return nil, fmt.Errorf("admin socket %s: something listens there that is no agent: %w", path, err)
+			return nil, fmt.Errorf("admin socket %s: something listens there that does not answer as an agent does: %w", path, err)
 		}
 		if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
 			return nil, fmt.Errorf("admin socket: replace that of an agent that is gone: %w", err)

@@ -11,7 +11,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -107,6 +106,10 @@ func Run(ctx context.Context, o Options) (err error) {
 	// hide why.
 	if pid, ok := conn.Holder(where); ok {
 		return &conn.BusyError{Dir: filepath.Join(o.BPFFS, "bulkhead"), PID: pid}
+	}
+	// One that an agent left that was killed would say what is not true yet.
+	if err := removeReady(o.ReadyFile); err != nil {
+		return err
 	}
 	web, err := listenWeb(o.Listen, o.WebConfig)
 	if err != nil {
@@ -206,7 +209,11 @@ func (a *agent) serve(ctx context.Context, stop func(), web *webServer, admin ne
 	if err := a.ready(); err != nil {
 		return err
 	}
-	defer a.notReady()
+	defer func() {
+		if err := removeReady(a.o.ReadyFile); err != nil {
+			a.log.Warn("remove the ready file", "error", err.Error())
+		}
+	}()
 	return a.loop(ctx, requests, contents, failed)
 }
 
@@ -336,28 +343,18 @@ func (a *agent) ready() error {
 		err = os.Rename(tmp, a.o.ReadyFile)
 	}
 	if err != nil {
-		return fmt.Errorf("ready file: %w (the limits are in force)", errors.Join(err, ignoreMissing(os.Remove(tmp))))
+		_ = os.Remove(tmp)
+		return fmt.Errorf("ready file: %w (the limits are in force)", err)
 	}
 	return nil
 }
 
-func (a *agent) notReady() {
-	if a.o.ReadyFile == "" {
-		return
-	}
-	// Only our own: another agent may have been given the same file.
-	pid, err := os.ReadFile(a.o.ReadyFile)
-	if err == nil && strings.TrimSpace(string(pid)) == strconv.Itoa(os.Getpid()) {
-		err = os.Remove(a.o.ReadyFile)
-	}
-	if ignoreMissing(err) != nil {
-		a.log.Warn("remove the ready file", "error", err.Error())
-	}
-}
-
-func ignoreMissing(err error) error {
-	if errors.Is(err, os.ErrNotExist) {
+func removeReady(path string) error {
+	if path == "" {
 		return nil
 	}
-	return err
+	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("ready file: %w", err)
+	}
+	return nil
 }

@@ -68,8 +68,8 @@ func place(plan *policy.Plan, all []cgroup.Cgroup) placement {
 		p.members = append(p.members, conn.Member{CgroupID: c.ID, Level: c.Level, Protected: true})
 	}
 	for _, g := range p.groups {
-		// Protection wins: a glob that adopts sshd's cgroup among others must
-		// not lock anybody out.
+		// Protection wins over our own slices too (Adopt sees to the others): one
+		// cgroup cannot be both.
 		if !slices.ContainsFunc(protected, func(c cgroup.Cgroup) bool { return c.ID == g.ID }) {
 			p.members = append(p.members, conn.Member{CgroupID: g.ID, Level: g.Level, Compartment: g.Compartment})
 		}
@@ -168,7 +168,7 @@ func (a *agent) prune() {
 	a.complain("remove cgroups that are not used any more", err)
 	var draining []string
 	for _, l := range left {
-		draining = append(draining, fmt.Sprintf("%s (%d processes)", l.Path, l.Processes))
+		draining = append(draining, fmt.Sprintf("%s (processes: %d)", l.Path, l.Processes))
 	}
 	if text := strings.Join(draining, ", "); text != a.draining {
 		a.draining = text

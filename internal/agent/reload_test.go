@@ -17,7 +17,7 @@ import (
 const aPolicy = `apiVersion: bulkhead/v1
 kind: Policy
 mode: enforce
-protect: [/app/guard]
+protect: [/app/guard, /bulkhead.slice/bulkhead-quiet.slice]
 providers:
   local: {cidrs: [127.0.0.1/32], ports: [8000], limits: {connections: 10}}
 tenants:
@@ -27,6 +27,7 @@ features:
     class: realtime
     match: [{cgroup: "/app/*"}]
     limits: {connections: 4}
+  quiet: {class: background}
 `
 
 func load(t *testing.T, text string) (*policy.Plan, error) {
@@ -60,7 +61,7 @@ func TestLoadRefuses(t *testing.T) {
 }
 
 // TestPlace: slices and adopted cgroups become members of their compartments,
-// and protection wins over adoption.
+// and protection wins over both.
 func TestPlace(t *testing.T) {
 	plan, err := load(t, aPolicy)
 	must(t, err)
@@ -73,8 +74,11 @@ func TestPlace(t *testing.T) {
 		{Path: "/bulkhead.slice/bulkhead-chat.slice", ID: 21, Level: 4},
 		{Path: "/bulkhead.slice/bulkhead-chat.slice/bulkhead-chat-free.slice", ID: 22, Level: 5},
 		{Path: "/bulkhead.slice/bulkhead-chat.slice/exec-1.scope", ID: 23, Level: 5},
+		{Path: "/bulkhead.slice/bulkhead-quiet.slice", ID: 24, Level: 4},
+		{Path: "/bulkhead.slice/bulkhead-quiet.slice/bulkhead-quiet-free.slice", ID: 25, Level: 5},
 		{Path: "/ssh.service", ID: 30, Level: 3},
 	}
+	quietFree, _ := plan.FindCompartment("quiet", "free")
 	chat, _ := plan.FindCompartment("chat", "")
 	free, _ := plan.FindCompartment("chat", "free")
 	got := place(plan, all)
@@ -83,6 +87,8 @@ func TestPlace(t *testing.T) {
 		{CgroupID: 13, Level: 4, Compartment: chat},
 		{CgroupID: 21, Level: 4, Compartment: chat},
 		{CgroupID: 22, Level: 5, Compartment: free},
+		{CgroupID: 24, Level: 4, Protected: true},
+		{CgroupID: 25, Level: 5, Compartment: quietFree},
 		{CgroupID: 30, Level: 3, Protected: true},
 	}
 	slices.SortFunc(got.members, func(a, b conn.Member) int { return int(a.CgroupID) - int(b.CgroupID) })
@@ -92,7 +98,7 @@ func TestPlace(t *testing.T) {
 	if got.missing {
 		t.Error("no slice is missing")
 	}
-	if !place(plan, all[:6]).missing {
+	if !place(plan, slices.Delete(slices.Clone(all), 6, 7)).missing {
 		t.Error("the tenant's slice is missing")
 	}
 }

@@ -428,9 +428,8 @@ func take(pid, fd int) (int, error) {
 // stray makes a socket from a thread that ends with its namespace.
 func stray(kind Kind) (fd int, err error) {
 	done := make(chan struct{})
-	go func() {
+	onThread(func() {
 		defer close(done)
-		runtime.LockOSThread() // and never unlocked
 		if err = unix.Unshare(unix.CLONE_NEWNET); err != nil {
 			return
 		}
@@ -438,7 +437,7 @@ func stray(kind Kind) (fd int, err error) {
 			return
 		}
 		fd, err = socket(kind)
-	}()
+	})
 	<-done
 	return fd, err
 }

@@ -19,12 +19,11 @@ type Netns struct {
 func NewNetns(t testing.TB) *Netns {
 	t.Helper()
 	ns := &Netns{t: t, tasks: make(chan func())}
-	go func() {
-		runtime.LockOSThread() // and never unlocked, so the thread ends with the goroutine
+	onThread(func() {
 		for f := range ns.tasks {
 			f()
 		}
-	}()
+	})
 	t.Cleanup(func() { close(ns.tasks) })
 	ns.Do(func() error { return os.NewSyscallError("unshare", unix.Unshare(unix.CLONE_NEWNET)) })
 	ns.Do(loopback)
@@ -40,4 +39,24 @@ func (ns *Netns) Do(f func() error) {
 	if err := <-result; err != nil {
 		ns.t.Fatal(err)
 	}
+}
+
+// onThread starts f on a thread of its own, which ends with it and whose namespaces it
+// may change. That is never the process's first: it cannot end, and the others take
+// its namespaces for the process's.
+func onThread(f func()) {
+	go func() {
+		runtime.LockOSThread() // and never unlocked, so the thread ends with the goroutine
+		if unix.Gettid() != unix.Getpid() {
+			f()
+			return
+		}
+		done := make(chan struct{})
+		onThread(func() {
+			defer close(done)
+			f()
+		})
+		<-done
+		runtime.UnlockOSThread()
+	}()
 }

@@ -327,7 +327,7 @@ func TestThreadsComeHome(t *testing.T) {
 		return unix.Unshare(unix.CLONE_NEWNET) // only the process stays
 	})
 	netns := cookie(t, p.client, unix.SO_NETNS_COOKIE)
-	for range 50 {
+	for range 10 {
 		if d := complete(t, readAll(t, own, context.Background(), netns)[1]); d.Inode != inode {
 			t.Fatalf("inode %d, expected %d", d.Inode, inode)
 		}

@@ -38,6 +38,30 @@ func mapped(p netip.Prefix) kernelDestKey {
 	return k
 }
 
+// setNear sets the bits of every address in a prefix; struct gen in types.h says which
+// bit that is.
+func setNear(g *kernelGen, p netip.Prefix) {
+	a := p.Addr().AsSlice()
+	word := func(i int) uint32 { return uint32(a[i])<<8 | uint32(a[i+1]) }
+	first, free := word(0), 16-p.Bits() // free: bits of the choosing word that the prefix leaves open
+	near := g.Near4[:]
+	if p.Addr().Is6() {
+		near = g.Near6[:]
+		first ^= word(2)
+		free = 32 - p.Bits()
+	}
+	n := uint32(1)
+	if free > 0 {
+		n <<= min(free, 16)
+	}
+	// The open bits are the lowest, and zero in the address: or-ing them in for IPv4
+	// and exclusive-or-ing them for IPv6 is the same thing.
+	for i := range n {
+		bit := (first ^ i) & 0xffff
+		near[bit>>3] |= 1 << (bit & 7)
+	}
+}
+
 // compute turns a plan into tables. generation is the number that users see.
 func compute(plan *policy.Plan, at indices, generation uint32) (*tables, error) {
 	t := &tables{gen: kernelGen{Generation: generation, Providers: uint32(len(plan.Providers))}}
@@ -59,6 +83,9 @@ func compute(plan *policy.Plan, at indices, generation uint32) (*tables, error) 
 		}
 		t.keys = append(t.keys, mapped(d.Prefix))
 		t.dests = append(t.dests, v)
+		if len(d.Ports) > 0 {
+			setNear(&t.gen, d.Prefix)
+		}
 	}
 
 	for _, p := range plan.Providers {

@@ -38,6 +38,7 @@ const (
 	kernelConstantPROVIDER_OTHER        kernelConstant = 0
 	kernelConstantCOMPARTMENT_PROTECTED kernelConstant = 65535
 	kernelConstantNO_LIMIT              kernelConstant = 4294967295
+	kernelConstantNO_INDEX              kernelConstant = 4294967295
 	kernelConstantSLOT_RELEASED         kernelConstant = 1
 	kernelConstantSLOT_CLAIMED          kernelConstant = 2
 )
@@ -69,6 +70,8 @@ type kernelGen struct {
 	Udp        uint32
 	Levels     uint32
 	Level      [32]uint8
+	Near4      [8192]uint8
+	Near6      [8192]uint8
 }
 
 type kernelHold struct {
@@ -83,7 +86,7 @@ type kernelLeaf struct {
 	Cgroup      uint64
 	Epoch       uint64
 	Compartment uint32
-	Pad         uint32
+	Other       uint32
 }
 
 type kernelPlanChunk struct {

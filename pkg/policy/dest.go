@@ -162,12 +162,12 @@ func (p *Plan) Lookup(addr netip.Addr, port uint16, proto Proto) (provider uint3
 
 // destination is the one with the longest prefix that covers an address.
 func (p *Plan) destination(addr netip.Addr) (Destination, bool) {
-	addr = addr.Unmap().WithZone("")
+	addr = addr.Unmap()
 	if !addr.IsValid() {
 		return Destination{}, false
 	}
 	for bits := addr.BitLen(); bits >= 0; bits-- {
-		prefix := netip.PrefixFrom(addr, bits).Masked()
+		prefix := netip.PrefixFrom(addr, bits).Masked() // it drops a zone
 		i, ok := slices.BinarySearchFunc(p.Destinations, prefix, func(d Destination, want netip.Prefix) int {
 			return comparePrefixes(d.Prefix, want)
 		})

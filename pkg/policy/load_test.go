@@ -196,7 +196,7 @@ func TestConfigMapSwap(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	const swaps = 500
+	const swaps = 100
 	done := make(chan error, 1)
 	go func() {
 		for version := 1; version <= swaps; version++ {

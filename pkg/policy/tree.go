@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"regexp"
+	"sort"
 	"strconv"
 	"strings"
 	"unicode/utf8"
@@ -98,11 +99,11 @@ var syntaxError = regexp.MustCompile(`(?s)^(?:yaml: )?(?:line (\d+): )?(.*)$`)
 // faultOffset finds where the parser's fault is: the character that, added to
 // everything before it, makes the parser say what it says of the whole. It looks
 // back from where the parser stopped reading, by lines and then by characters.
-// Parsing again and again is quadratic, so it is bounded: -1 is "not found", in a
-// file with a fault that is told thousands of lines later, such as a quote that is
-// never closed. For that kind the parser's own line is right.
+// Parsing again and again is bounded: -1 is "not found", in a very large file. In
+// such a one the fault is likely a quote that is never closed, and for that kind
+// the parser's own line is right.
 func faultOffset(data []byte, msg string) int {
-	budget := 4 << 20
+	budget := 8 << 20
 	depth := 1 + nesting(data)/16 // the parser's time is quadratic in it
 	fails := func(n int) bool {
 		budget -= n * depth
@@ -115,25 +116,44 @@ func faultOffset(data []byte, msg string) int {
 
 	read := &byByte{data: data}
 	_ = firstError(read)
-	end := read.n // data[:end] is what the parser had seen
-	for {
-		before := bytes.LastIndexByte(data[:max(0, end-1)], '\n') + 1
-		if before == 0 || !fails(before) {
-			break
+	ends := []int{read.n} // where the parser stopped, and all ends of lines before
+	for i := read.n - 1; i > 0; i-- {
+		if data[i-1] == '\n' {
+			ends = append(ends, i)
 		}
-		end = before
 	}
-	for end > 1 {
-		_, size := utf8.DecodeLastRune(data[:end])
-		if !fails(end - size) {
-			break
-		}
-		end -= size
+	end := ends[lastTrue(len(ends), 1, func(i int) bool { return fails(ends[i]) })]
+
+	ends = []int{end} // and of the characters of that line
+	line := bytes.LastIndexByte(data[:max(0, end-1)], '\n') + 1
+	for e := end; e > line; {
+		_, size := utf8.DecodeLastRune(data[:e])
+		e -= size
+		ends = append(ends, e)
 	}
+	end = ends[lastTrue(len(ends), 16, func(i int) bool { return fails(ends[i]) })]
 	if budget < 0 {
 		return -1
 	}
 	return max(0, end-1)
+}
+
+// lastTrue is the last of the indices 0 to i for all of which is holds, below n;
+// it holds for 0. After some steps of one it takes longer and longer ones and then
+// halves the last, so it may miss a short gap.
+func lastTrue(n, ones int, is func(int) bool) int {
+	i, step := 0, 1
+	for i+1 < n {
+		next := min(i+step, n-1)
+		if !is(next) {
+			return i + sort.Search(next-i-1, func(j int) bool { return !is(i + 1 + j) })
+		}
+		i = next
+		if i >= ones {
+			step *= 2
+		}
+	}
+	return i
 }
 
 // nesting is how deep brackets and braces are in each other at most.

@@ -1,0 +1,240 @@
+package e2e
+
+import (
+	"fmt"
+	"net"
+	"os"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+
+	"bulkhead/internal/kerneltest"
+)
+
+// A cgroup that is there joins its compartment where it is, and so does one that comes
+// later; nothing is moved.
+func TestAdoption(t *testing.T) {
+	n := newNode(t)
+	n.serve(1)
+	first, outside := n.Mkdir("apps/batch-1"), n.Mkdir("apps/else")
+	client, other := n.place(first), n.place(outside)
+	place, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", client.PID))
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.write(`
+apiVersion: bulkhead/v1
+kind: Policy
+mode: enforce
+providers:
+  deepseek: {cidrs: [@1/32], ports: [8000]}
+features:
+  batch: {class: batch, match: [{cgroup: "/apps/batch-*"}], limits: {connections: 3}}
+`)
+	n.start()
+	if got := dials(t, client, n.addr(1), 3, syscall.ECONNREFUSED); len(got) != 3 {
+		t.Errorf("%d passed, want 3", len(got))
+	}
+	wantDial(t, client, n.addr(1), syscall.ECONNREFUSED)
+	wantDial(t, other, n.addr(1), 0)
+	if now, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", client.PID)); err != nil || string(now) != string(place) {
+		t.Errorf("it was in %s and is in %s (%v)", place, now, err)
+	}
+	wantWords(t, n.must("explain", "--from", "/apps/batch-1"), "compartment batch", "/apps/batch-1 (adopted by batch's match)")
+
+	// Two levels down, too.
+	second := n.Mkdir("apps/batch-2/pod/container")
+	late := n.place(second)
+	kerneltest.Poll(t, "the new cgroup is adopted", func() error {
+		if got := n.status().cgroups("batch"); !slices.Contains(got, "/apps/batch-2") {
+			return fmt.Errorf("%v", got)
+		}
+		return nil
+	})
+	n.logged("adopted a cgroup", "/apps/batch-2")
+	wantDial(t, late, n.addr(1), syscall.ECONNREFUSED)
+	client.Kill()
+	kerneltest.Poll(t, "there is room", func() error {
+		if b := n.status().find("feature batch"); b.InUse != 0 {
+			return fmt.Errorf("in_use %d", b.InUse)
+		}
+		return nil
+	})
+	dials(t, late, n.addr(1), 3, 0)
+	wantDial(t, late, n.addr(1), syscall.ECONNREFUSED)
+	n.wantCounts(map[string]counts{"feature batch": {3, 3, 3, 6, 3}})
+}
+
+// What is protected is never refused and never counted, whoever else would have it;
+// everything else has to do with what default says.
+func TestProtect(t *testing.T) {
+	n := newNode(t)
+	n.serve(1)
+	n.write(`
+apiVersion: bulkhead/v1
+kind: Policy
+mode: enforce
+protect: [/apps/keep, "admin@*.service"]
+providers:
+  deepseek: {cidrs: [@1/32], ports: [8000]}
+features:
+  chat: {class: realtime, match: [{cgroup: "/apps/*"}], limits: {connections: 0}}
+  default: {limits: {connections: 0}}
+`)
+	clients := map[string]*kerneltest.Client{}
+	for _, at := range []string{"apps/keep", "apps/keep/below", "apps/other", "system/ssh.service", "system/admin@1.service", "system/else"} {
+		clients[at] = n.place(n.Mkdir(at))
+	}
+	n.start()
+	for at, want := range map[string]syscall.Errno{
+		"apps/keep": 0, "apps/keep/below": 0, "system/ssh.service": 0, "system/admin@1.service": 0,
+		"apps/other": syscall.ECONNREFUSED, "system/else": syscall.ECONNREFUSED,
+	} {
+		// What passes stays open, to be found by conns if it were counted.
+		if _, errno := clients[at].Dial(kerneltest.TCP4, n.addr(1)); errno != want {
+			t.Errorf("connect from %s: %v, want %v", at, errno, want)
+		}
+	}
+	// From outside of the cgroup root nothing is anybody's business.
+	if c, err := net.Dial("tcp", n.addr(1)); err != nil {
+		t.Errorf("connect from outside: %v", err)
+	} else {
+		c.Close()
+	}
+	n.wantCounts(map[string]counts{"feature chat": {0, 0, 0, 0, 1}, "feature default": {0, 0, 0, 0, 1}})
+	if all := n.conns(); len(all) != 0 {
+		t.Errorf("conns %+v, want none", all)
+	}
+	wantWords(t, n.must("explain", "--from", "/apps/keep/below"), "/apps/keep is on the protect list")
+}
+
+// Observe refuses nothing and counts what enforce would refuse.
+func TestObserve(t *testing.T) {
+	n := newNode(t)
+	n.serve(1)
+	observed := strings.Replace(shares, "mode: enforce", "mode: observe", 1)
+	n.write(observed)
+	n.start()
+	client := n.client("batch")
+	fds := dials(t, client, n.addr(1), 15, 0)
+	s := n.status()
+	b := s.find("feature_provider batch/deepseek")
+	if len(fds) != 15 || s.Mode != "observe" || b.InUse != 15 || b.Accepted != 15 || total(b.Rejected) != 0 || b.WouldReject["full"] != 3 {
+		t.Errorf("%d passed; mode %s, %+v", len(fds), s.Mode, b)
+	}
+	n.wantAgreement()
+	n.logged("would be refused", `"pid":`+fmt.Sprint(client.PID))
+
+	// Enforce means the same numbers.
+	n.write(shares)
+	n.must("reload")
+	wantDial(t, client, n.addr(1), syscall.ECONNREFUSED)
+	client.Close(fds[:4]...)
+	dials(t, client, n.addr(1), 1, 0)
+	wantDial(t, client, n.addr(1), syscall.ECONNREFUSED)
+	b = n.status().find("feature_provider batch/deepseek")
+	if b.InUse != 12 || b.Peak != 15 || total(b.Rejected) != 2 || b.WouldReject["full"] != 3 {
+		t.Errorf("%+v", b)
+	}
+}
+
+// connect() fails with what the policy says of the bulkhead that was full.
+func TestErrno(t *testing.T) {
+	n := newNode(t)
+	n.serve(1)
+	want := map[string]syscall.Errno{
+		"EPERM": syscall.EPERM, "EAGAIN": syscall.EAGAIN, "EACCES": syscall.EACCES, "EBUSY": syscall.EBUSY,
+		"ENETUNREACH": syscall.ENETUNREACH, "ENOBUFS": syscall.ENOBUFS, "ETIMEDOUT": syscall.ETIMEDOUT,
+		"ECONNREFUSED": syscall.ECONNREFUSED, "EHOSTUNREACH": syscall.EHOSTUNREACH,
+	}
+	text := "apiVersion: bulkhead/v1\nkind: Policy\nmode: enforce\nproviders:\n  deepseek: {cidrs: [@1/32], ports: [8000]}\nfeatures:\n"
+	for name := range want {
+		text += fmt.Sprintf("  %s: {class: realtime, match: [{cgroup: /%s}], limits: {connections: 0, errno: %s}}\n", strings.ToLower(name), name, name)
+	}
+	n.write(text)
+	clients := map[string]*kerneltest.Client{}
+	for name := range want {
+		clients[name] = n.place(n.Mkdir(name))
+	}
+	n.start()
+	for name, errno := range want {
+		wantDial(t, clients[name], n.addr(1), errno)
+	}
+	if c := n.status().condition("Errno"); c != nil {
+		t.Errorf("condition %+v", c)
+	}
+}
+
+// One provider is one provider, over IPv4, IPv6 and IPv4 in IPv6; other ports, other
+// addresses and UDP are not it.
+func TestDestinations(t *testing.T) {
+	n := newNode(t)
+	const six = "[fd00:e2e::1]:8006" // a port that no other node uses, as this server is everywhere
+	n.serve(1)
+	n.serve(2)
+	kerneltest.Serve(t, "[::]:8006", kerneltest.Drain)
+	kerneltest.Serve(t, net.JoinHostPort(n.net+"1", "8001"), kerneltest.Drain)
+	n.write(`
+apiVersion: bulkhead/v1
+kind: Policy
+mode: enforce
+providers:
+  deepseek: {cidrs: [@1/32, "fd00:e2e::/64"], ports: [8000, 8006], limits: {connections: 3}}
+features:
+  chat: {class: realtime, match: [{cgroup: /chat}]}
+`)
+	client := n.place(n.Mkdir("chat"))
+	n.start()
+	mapped := "[::ffff:" + n.net + "1]:" + port
+	client.MustDial(kerneltest.TCP4, n.addr(1))
+	client.MustDial(kerneltest.TCP6, mapped)
+	client.MustDial(kerneltest.TCP6, six)
+	for kind, addrs := range map[kerneltest.Kind][]string{
+		kerneltest.TCP4: {n.addr(1)},
+		kerneltest.TCP6: {mapped, six},
+	} {
+		for i, errno := range client.Probe(kind, addrs) {
+			if errno != syscall.ECONNREFUSED {
+				t.Errorf("connect to %s: %v, want %v", addrs[i], errno, syscall.ECONNREFUSED)
+			}
+		}
+	}
+	for _, addr := range []string{n.addr(2), net.JoinHostPort(n.net+"1", "8001")} {
+		client.MustDial(kerneltest.TCP4, addr)
+	}
+	// A rule without a protocol means TCP.
+	for kind, addr := range map[kerneltest.Kind]string{kerneltest.UDP4: n.addr(1), kerneltest.UDP6: six} {
+		fd, errno := client.Dial(kind, addr)
+		if sent := client.SendTo(client.Socket(kind), addr, 10); errno != 0 || sent != 0 {
+			t.Errorf("UDP to %s: connect %v, send %v", addr, errno, sent)
+		}
+		client.Close(fd)
+	}
+	n.wantCounts(map[string]counts{"provider deepseek": {3, 3, 3, 3, 3}})
+	if got := n.status().connections("chat", "other"); got != 2 {
+		t.Errorf("connections_total to other is %d, want 2", got)
+	}
+}
+
+// A client that leaks connections fills its own share and nobody else's, and is named.
+func TestLeak(t *testing.T) {
+	n := newNode(t)
+	n.serve(1)
+	n.write(shares)
+	n.start()
+	leaky, good := n.client("batch"), n.client("chat")
+	if got := dials(t, leaky, n.addr(1), 200, syscall.ECONNREFUSED); len(got) != 12 {
+		t.Errorf("%d of 200 passed, want 12", len(got))
+	}
+	if got := dials(t, good, n.addr(1), 8, 0); len(got) != 8 {
+		t.Errorf("%d of chat's 8 passed", len(got))
+	}
+	held := map[int]int{}
+	for _, c := range n.conns() {
+		held[c.PID]++
+	}
+	if held[leaky.PID] != 12 || held[good.PID] != 8 {
+		t.Errorf("connections by pid: %v", held)
+	}
+}
