@@ -15,14 +15,12 @@ UNIT_PACKAGES    := ./pkg/policy ./internal/metrics ./test/vm
 KERNEL_PACKAGES  := ./pkg/conn ./pkg/cgroup ./internal/... ./test/...
 VM_PACKAGES      := ./test/vm/guest ./pkg/conn ./pkg/cgroup ./internal/...
 VIRTUAL_PACKAGES := ./test/vm/guest
-BENCH_PACKAGES   := ./...
 
 # Arguments of the rig, for one kernel say: make vm VM_FLAGS='-kernel 6.12 -run Admit'
 VM_FLAGS        := -timeout 10m
 VIRTUAL_FLAGS   := -timeout 10m
 
 STATICCHECK     := honnef.co/go/tools/cmd/staticcheck@v0.8.2
-VERSION         := $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
 
 # Distributions may set this to local; go.mod names the Go that we need.
 export GOTOOLCHAIN ?= auto
@@ -60,7 +58,7 @@ root:
 	@[ $$(id -u) = 0 ] || command -v sudo >/dev/null || { echo "needs root: run as root or install sudo" >&2; exit 1; }
 
 build: go-version ## build bin/bulkhead
-	CGO_ENABLED=0 go build -trimpath -ldflags '-X main.version=$(VERSION)' -o bin/bulkhead ./cmd/agent
+	CGO_ENABLED=0 go build -trimpath -buildvcs=auto -o bin/bulkhead ./cmd/agent
 
 generate: go-version ## compile the kernel programs (clang) and their Go side
 	go generate ./...
@@ -94,8 +92,9 @@ test: deps vet lint generate-check unit kernel vm ## everything, as CI does
 demo: root build ## see it work on this machine, before and after
 	$(AS_ROOT) bin/bulkhead demo
 
-bench: go-version root ## measure, as root
-	go test -p 1 $(EXEC_AS_ROOT) -run '^$$' -bench . $(BENCH_PACKAGES)
+bench: go-version root ## measure what a connect costs, as root
+	go build -o bin/bench ./test/bench
+	$(AS_ROOT) bin/bench $(BENCH_FLAGS)
 
 clean: ## remove what was built; kernels stay in the cache
 	rm -rf bin

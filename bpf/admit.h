@@ -52,20 +52,24 @@ __noinline int take_place(__u32 index, __u32 limit)
 	return 2;
 }
 
-/* Give one place back. accepted, if it was counted too early, goes with it. */
-static __always_inline void give_place(__u32 index, __u64 accepted)
+/*
+ * Give one place back. accepted, if it was counted too early, goes with it. Global for
+ * the verifier's sake, like take_place.
+ */
+__noinline int give_place(__u32 index, __u32 accepted)
 {
 	struct bulkhead *b = bpf_map_lookup_elem(&bulkheads, &index);
 
 	if (!b)
-		return;
+		return 0;
 	if (!(__u32)__sync_fetch_and_add((__u64 *)b, -1)) {
 		/* Cannot happen while every release owns its word; never wrap. */
 		__sync_fetch_and_add((__u64 *)b, 1);
 		count(TOTAL_UNDERFLOW);
 	}
 	if (accepted)
-		__sync_fetch_and_add(&b->accepted, -accepted);
+		__sync_fetch_and_add(&b->accepted, -(__u64)accepted);
+	return 0;
 }
 
 /*

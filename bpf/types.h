@@ -149,6 +149,8 @@ struct refusal {
 
 enum slot_flag {
 	SLOT_SENT = 1,		   /* TCP_CONNECT_CB was seen: a change to CLOSE will follow */
+	SLOT_ESTABLISHED = 2,
+	SLOT_TIMESTAMPS = 4,	   /* every segment but the SYN has TCP timestamps */
 };
 
 /*
@@ -173,6 +175,9 @@ struct slot {
 	__u8 flags;		   /* enum slot_flag */
 	__u8 header;		   /* IP and TCP header bytes of an ordinary segment */
 	__u8 pad[3];
+	/* Only the socket's own sockops calls write these, one at a time. */
+	__u32 syn_retrans;	   /* retransmissions of the SYN */
+	__u32 fin_segs;		   /* segments sent when FIN_WAIT2 began */
 };
 
 /* The leaf cache: a sequence lock of one CPU. */

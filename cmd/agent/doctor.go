@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"fmt"
+	"os"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -115,6 +116,9 @@ func (a *app) neighbours(ctx context.Context, where conn.Options) []finding {
 	programs, err := conn.Programs(where)
 	if err != nil {
 		others.OK, others.Detail = false, "not seen: "+err.Error()
+		if os.Geteuid() != 0 {
+			others.Detail = "not seen without root"
+		}
 		others.Cost, others.Cure = "unknown", "run doctor as root"
 	}
 	var foreign []string

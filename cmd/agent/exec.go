@@ -1,7 +1,6 @@
 package main
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -57,24 +56,24 @@ not found, else CMD's own.`,
 		if feature == "" {
 			return wrongUse("--feature is missing")
 		}
-		return a.exec(cmd.Context(), feature, tenant, as, args)
+		return a.exec(feature, tenant, as, args)
 	}
 	return cmd
 }
 
 // exec returns only if it failed.
-func (a *app) exec(ctx context.Context, feature, tenant, as string, args []string) error {
+func (a *app) exec(feature, tenant, as string, args []string) error {
 	failed := func(err error) error { return &exitError{exitExec, err} }
 
 	tree, where, err := a.instance()
 	if err != nil {
 		return failed(err)
 	}
-	snap, err := snapshot(ctx, where)
+	plan, err := planInForce(where)
 	if err != nil {
 		return failed(err)
 	}
-	slice, err := sliceOf(snap.Plan, feature, tenant)
+	slice, err := sliceOf(plan, feature, tenant)
 	if err != nil {
 		return failed(err)
 	}

@@ -69,7 +69,7 @@ func TestSliceOf(t *testing.T) {
 
 func TestEnvironment(t *testing.T) {
 	who := identity{name: "www", home: "/srv", shell: ""}
-	got := who.environment([]string{"HOME=/root", "LANG=C", "USER=root", "SHELL=/bin/zsh", "LOGNAME=root", "HOMEPAGE=x"})
+	got := who.environment([]string{"HOME=/home/a", "LANG=C", "USER=a", "SHELL=/bin/zsh", "LOGNAME=a", "HOMEPAGE=x"})
 	want := []string{"LANG=C", "SHELL=/bin/zsh", "HOMEPAGE=x", "HOME=/srv", "LOGNAME=www", "USER=www"}
 	if !slices.Equal(got, want) {
 		t.Errorf("got %q, want %q", got, want)

@@ -124,6 +124,15 @@ func snapshot(ctx context.Context, where conn.Options) (*conn.Snapshot, error) {
 	return r.Snapshot(ctx)
 }
 
+func planInForce(where conn.Options) (*policy.Plan, error) {
+	r, err := conn.OpenReader(where)
+	if err != nil {
+		return nil, err
+	}
+	defer r.Close()
+	return r.Plan()
+}
+
 // limitText is a limit and what connect() fails with above it.
 func limitText(b policy.Bulkhead) string {
 	if b.Limit == policy.Unlimited {

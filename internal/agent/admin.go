@@ -54,7 +54,7 @@ type Outcome struct {
 // replaced; that of one that answers is an error with its pid.
 func listenAdmin(ctx context.Context, path string) (net.Listener, error) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-		return nil, fmt.Errorf("admin socket: %w", err)
+		return nil, fmt.Errorf("admin socket: %w%s", err, needsRoot(err))
 	}
 	if info, err := os.Lstat(path); err == nil {
 		if info.Mode().Type() != os.ModeSocket {
@@ -82,9 +82,18 @@ func listenAdmin(ctx context.Context, path string) (net.Listener, error) {
 	}}
 	l, err := lc.Listen(ctx, "unix", path)
 	if err != nil {
-		return nil, fmt.Errorf("admin socket: %w", err)
+		return nil, fmt.Errorf("admin socket: %w%s", err, needsRoot(err))
 	}
 	return l, nil
+}
+
+// needsRoot is the cure for an error of permission. The admin socket is the
+// first thing that an agent without root fails at.
+func needsRoot(err error) string {
+	if errors.Is(err, os.ErrPermission) {
+		return " (the agent needs root)"
+	}
+	return ""
 }
 
 // asked is what the admin socket needs of the agent. All three may be called

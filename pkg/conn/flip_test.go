@@ -107,7 +107,7 @@ features:
 // at different depths: with the depths of one and the cgroups of the other it would be in
 // none.
 func testNoMixOfMembers(in *instance) {
-	const changes = 100
+	const changes = 60
 	plan := planOf(in, `
 providers:
   x: {cidrs: [127.1.0.0/16]}

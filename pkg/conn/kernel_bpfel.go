@@ -154,27 +154,31 @@ const (
 )
 
 type kernelSlot struct {
-	_         structs.HostLayout
-	Word      uint64
-	BornNs    uint64
-	Netns     uint64
-	Traffic   uint32
-	N         uint32
-	Bulkheads [7]uint32
-	Pid       uint32
-	Comm      [16]int8
-	Addr      [16]uint8
-	Port      uint16
-	Proto     uint8
-	Flags     uint8
-	Header    uint8
-	Pad       [3]uint8
+	_          structs.HostLayout
+	Word       uint64
+	BornNs     uint64
+	Netns      uint64
+	Traffic    uint32
+	N          uint32
+	Bulkheads  [7]uint32
+	Pid        uint32
+	Comm       [16]int8
+	Addr       [16]uint8
+	Port       uint16
+	Proto      uint8
+	Flags      uint8
+	Header     uint8
+	Pad        [3]uint8
+	SynRetrans uint32
+	FinSegs    uint32
 }
 
 type kernelSlotFlag uint32
 
 const (
-	kernelSlotFlagSLOT_SENT kernelSlotFlag = 1
+	kernelSlotFlagSLOT_SENT        kernelSlotFlag = 1
+	kernelSlotFlagSLOT_ESTABLISHED kernelSlotFlag = 2
+	kernelSlotFlagSLOT_TIMESTAMPS  kernelSlotFlag = 4
 )
 
 type kernelTotal uint32

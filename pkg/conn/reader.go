@@ -80,6 +80,15 @@ func (r *Reader) inForce() (*inForce, error) {
 	return nil, errors.New("read the generation in force: it changed ten times meanwhile")
 }
 
+// Plan reads the plan in force alone, which is much cheaper than a Snapshot.
+func (r *Reader) Plan() (*policy.Plan, error) {
+	f, err := r.inForce()
+	if err != nil {
+		return nil, err
+	}
+	return f.plan, nil
+}
+
 func (r *Reader) generationAt(idx uint32) (*inForce, error) {
 	f := &inForce{}
 	if err := r.maps[kernelMapGens].Lookup(idx, &f.gen); err != nil {

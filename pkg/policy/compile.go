@@ -14,8 +14,8 @@ import (
 const (
 	MaxProviders    = 1024 // with other
 	MaxCompartments = 4096
-	MaxRoutes       = 65536
-	MaxBulkheads    = 65536
+	MaxRoutes       = 16384
+	MaxBulkheads    = 16384
 	MaxDestinations = 65536
 	MaxPortRanges   = 262144 // over all destinations
 )

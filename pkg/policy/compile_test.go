@@ -402,8 +402,8 @@ func TestTooLarge(t *testing.T) {
 			"the policy has too many providers: 1025, and the most is 1024"},
 		{"providers: {}\ntenants: {a: {}, b: {}}\nfeatures:\n" + many(1366, "  f%d: {class: batch}\n"),
 			"the policy has too many compartments (each feature, and each feature with each tenant): 4099, and the most is 4096"},
-		{"providers:\n" + many(255, "  p%d: {cidrs: [10.0.0.0/8]}\n") + "features:\n" + many(256, "  f%d: {class: batch}\n"),
-			"the policy has too many routes (compartments times providers): 65792, and the most is 65536"},
+		{"providers:\n" + many(127, "  p%d: {cidrs: [10.0.0.0/8]}\n") + "features:\n" + many(128, "  f%d: {class: batch}\n"),
+			"the policy has too many routes (compartments times providers): 16512, and the most is 16384"},
 		{"features: {}\nproviders:\n  p:\n    ports: [" + strings.Join(odd, ", ") + "]\n    cidrs: [10.0.0.0/8, 10.1.0.0/16, 10.1.1.0/24, 11.0.0.0/8, 12.0.0.0/8, 13.0.0.0/8, 14.0.0.0/8, 15.0.0.0/8, 16.0.0.0/8]\n",
 			"the policy has too many port ranges over all destinations: 294912, and the most is 262144"},
 	} {
@@ -418,7 +418,7 @@ func TestTooLarge(t *testing.T) {
 		}
 	}
 	// At the limit it compiles.
-	plan, _ := compileText(t, head+"providers:\n"+many(255, "  p%d: {cidrs: [10.0.0.0/8]}\n")+"features:\n"+many(255, "  f%d: {class: batch}\n"))
+	plan, _ := compileText(t, head+"providers:\n"+many(127, "  p%d: {cidrs: [10.0.0.0/8]}\n")+"features:\n"+many(127, "  f%d: {class: batch}\n"))
 	if len(plan.Routes) != MaxRoutes {
 		t.Errorf("%d routes", len(plan.Routes))
 	}

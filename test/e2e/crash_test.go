@@ -150,7 +150,7 @@ func TestSecondAgent(t *testing.T) {
 	before, hash := n.state(), n.status().PolicyHash
 	pid := fmt.Sprint(a.Process.Pid)
 	words := []string{"another agent", "pid " + pid}
-	n.wantRun(1, words, "agent", "--policy", n.policy, "--web.listen-address", n.metrics)
+	n.wantRun(1, words, n.agentCommand()...)
 	other := *n
 	other.socket += ".other"
 	other.wantRun(1, words, "agent", "--policy", n.policy, "--web.listen-address", n.net+"98:9779")

@@ -2,11 +2,13 @@ package e2e
 
 import (
 	"encoding/json"
+	"flag"
 	"fmt"
 	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -19,6 +21,8 @@ import (
 const (
 	// binaryVar is the path of the binary under test.
 	binaryVar = "BULKHEAD_BINARY"
+	// preparedVar says that prepare has been done.
+	preparedVar = "BULKHEAD_E2E_PREPARED"
 	// viaVar makes the test binary become a command, a JSON list of arguments. If
 	// its last is "", that is the test binary again: so a client of kerneltest gets
 	// into a compartment by bulkhead exec and keeps its pid and its pipes.
@@ -35,22 +39,66 @@ func runTests(m *testing.M) int {
 		fmt.Fprintln(os.Stderr, "become a command:", become(via))
 		return 1
 	}
-	// The processes that this one starts find it in their environment.
-	if os.Getenv(binaryVar) == "" {
-		dir, err := os.MkdirTemp("", "bulkhead-e2e-")
+	if os.Getenv(preparedVar) == "" {
+		undo, err := prepare()
+		defer undo()
 		if err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			return 1
 		}
-		defer os.RemoveAll(dir)
+	}
+	// Tests mostly wait: for a file to settle, for the next second, for the demo.
+	flag.Parse()
+	if parallel := flag.Lookup("test.parallel"); parallel.Value.String() == parallel.DefValue {
+		flag.Set("test.parallel", "4")
+	}
+	return kerneltest.Main(m)
+}
+
+// prepare does what is done once, for all processes that this one starts.
+func prepare() (undo func(), err error) {
+	dir, err := os.MkdirTemp("", "bulkhead-e2e-")
+	if err != nil {
+		return func() {}, err
+	}
+	var on []string
+	undo = func() {
+		os.RemoveAll(dir)
+		for _, c := range on {
+			controller("-" + c)
+		}
+	}
+	if os.Getenv(binaryVar) == "" {
 		path, err := build(dir)
 		if err != nil {
-			fmt.Fprintln(os.Stderr, "the binary under test:", err)
-			return 1
+			return undo, fmt.Errorf("the binary under test: %w", err)
 		}
 		os.Setenv(binaryVar, path)
 	}
-	return kerneltest.Main(m)
+	// All nodes shall have the controllers that there are, from the beginning to
+	// the end. Without root the tests do not run, and say so.
+	for _, c := range []string{"cpu", "memory"} {
+		if root, err := kerneltest.Root(); err == nil && !hasWord(root+"/cgroup.subtree_control", c) && controller("+"+c) == nil {
+			on = append(on, c)
+		}
+	}
+	os.Setenv(preparedVar, "yes")
+	return undo, nil
+}
+
+// controller turns a controller on or off for the children of the root.
+func controller(change string) error {
+	root, err := kerneltest.Root()
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(root+"/cgroup.subtree_control", []byte(change), 0)
+}
+
+// hasWord reports whether a file has a word.
+func hasWord(path, word string) bool {
+	text, err := os.ReadFile(path)
+	return err == nil && slices.Contains(strings.Fields(string(text)), word)
 }
 
 // build gives the path of the binary: built, or found where there is no go.

@@ -199,11 +199,11 @@ type agent struct {
 // begin starts an agent and does not wait until it is ready.
 func (n *node) begin(extra ...string) *agent {
 	n.t.Helper()
-	return n.beginAs(nil, n.agentArgs(extra...))
+	return n.beginAs(nil, n.args(append(n.agentCommand(), extra...)...))
 }
 
-func (n *node) agentArgs(extra ...string) []string {
-	return n.args(append([]string{"agent", "--policy", n.policy, "--ready-file", n.ready, "--web.listen-address", n.metrics}, extra...)...)
+func (n *node) agentCommand() []string {
+	return []string{"agent", "--policy", n.policy, "--ready-file", n.ready, "--web.listen-address", n.metrics}
 }
 
 func (n *node) beginAs(env, args []string) *agent {

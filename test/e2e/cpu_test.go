@@ -1,0 +1,241 @@
+package e2e
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+
+	"bulkhead/internal/kerneltest"
+)
+
+// missing is a controller that cgroup v2 does not have here, "" if it has them all.
+func (n *node) missing() string {
+	for _, c := range []string{"cpu", "memory"} {
+		if !hasWord(filepath.Join(n.Cgroup.Path, "cgroup.controllers"), c) {
+			return c
+		}
+	}
+	return ""
+}
+
+// needControllers skips a test where a kernel has no cpu or memory controller on cgroup
+// v2, unless they are required.
+func (n *node) needControllers() {
+	n.t.Helper()
+	c := n.missing()
+	if c == "" {
+		return
+	}
+	for _, required := range strings.Split(os.Getenv("BULKHEAD_REQUIRE"), ",") {
+		if required == "cpu" || required == "memory" {
+			n.t.Fatalf("BULKHEAD_REQUIRE=%s: the %s controller is not on cgroup v2", os.Getenv("BULKHEAD_REQUIRE"), c)
+		}
+	}
+	n.t.Skipf("this kernel lacks: the %s controller on cgroup v2", c)
+}
+
+// wantValues compares control files of a cgroup.
+func wantValues(t testing.TB, cgroup string, want map[string]string) {
+	t.Helper()
+	for file, w := range want {
+		got, err := os.ReadFile(filepath.Join(cgroup, file))
+		if err != nil || strings.TrimSpace(string(got)) != w {
+			t.Errorf("%s of %s is %q (%v), want %q", file, cgroup, strings.TrimSpace(string(got)), err, w)
+		}
+	}
+}
+
+// defaults are the kernel's.
+func defaults() map[string]string {
+	return map[string]string{"cpu.weight": "100", "cpu.idle": "0", "cpu.max": "max 100000", "memory.high": "max", "memory.max": "max"}
+}
+
+const weighed = `
+apiVersion: bulkhead/v1
+kind: Policy
+mode: enforce
+providers: {}
+features:
+  chat:   {class: realtime}
+  embed:  {class: timely, cpu: none}
+  batch:  {class: batch, cpu: {weight: 10, max: 150%}, memory: {high: 1Gi, max: 2Gi}}
+  parse:  {class: batch, match: [{cgroup: /apps/parse}], cpu: {weight: 7, max: 50%}, memory: {max: 3Gi}}
+  nights: {class: background}
+`
+
+// Slices have the values that the policy says, through reloads, and cgroups of others
+// get theirs back.
+func TestCPU(t *testing.T) {
+	n := newNode(t)
+	n.needControllers()
+	parse := n.Mkdir("apps/parse").Path
+	originals := map[string]string{"cpu.weight": "333", "cpu.idle": "0", "cpu.max": "max 100000", "memory.high": "max", "memory.max": fmt.Sprint(5 << 30)}
+	for _, c := range []string{"+cpu", "+memory"} {
+		for _, dir := range []string{n.Cgroup.Path, filepath.Dir(parse)} {
+			if err := os.WriteFile(filepath.Join(dir, "cgroup.subtree_control"), []byte(c), 0); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	for _, file := range []string{"cpu.weight", "memory.max"} {
+		if err := os.WriteFile(filepath.Join(parse, file), []byte(originals[file]), 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	n.Mkdir("login")
+	before := n.state()
+	n.write(weighed)
+	n.start()
+	if s := n.status(); s.condition("CPU") != nil || s.condition("Memory") != nil {
+		t.Errorf("conditions %+v", s.Conditions)
+	}
+	wantValues(t, n.slice("chat"), map[string]string{"cpu.weight": "10000", "cpu.idle": "0", "cpu.max": "max 100000", "memory.max": "max"})
+	wantValues(t, n.slice("embed"), defaults())
+	batch := map[string]string{"cpu.weight": "10", "cpu.idle": "0", "cpu.max": "150000 100000", "memory.high": fmt.Sprint(1 << 30), "memory.max": fmt.Sprint(2 << 30)}
+	wantValues(t, n.slice("batch"), batch)
+	wantValues(t, n.slice("nights"), map[string]string{"cpu.idle": "1"})
+	adopted := map[string]string{"cpu.weight": "7", "cpu.max": "50000 100000", "memory.high": "max", "memory.max": fmt.Sprint(3 << 30)}
+	wantValues(t, parse, adopted)
+	for _, c := range n.status().Compartments {
+		for _, m := range c.Cgroups {
+			weight, max := 0, quota{}
+			if m.CPU.Weight != nil {
+				weight = *m.CPU.Weight
+			}
+			if m.CPU.Max != nil {
+				max = *m.CPU.Max
+			}
+			got := fmt.Sprint(m.Path, weight, max, m.CPU.Idle)
+			want := map[string]string{
+				"/bulkhead.slice/bulkhead-chat.slice":   "10000 {0 0} false",
+				"/bulkhead.slice/bulkhead-embed.slice":  "100 {0 0} false",
+				"/bulkhead.slice/bulkhead-batch.slice":  "10 {150000 100000} false",
+				"/bulkhead.slice/bulkhead-parse.slice":  "7 {50000 100000} false",
+				"/bulkhead.slice/bulkhead-nights.slice": "0 {0 0} true",
+				"/apps/parse":                           "7 {50000 100000} false",
+			}[m.Path]
+			if got != m.Path+want {
+				t.Errorf("status says %s, want %s", got, want)
+			}
+		}
+	}
+
+	// A reload changes them, and who leaves, or stops asking, gets the defaults.
+	stays := n.client("embed")
+	n.write(strings.NewReplacer("weight: 10, max: 150%", "weight: 20", "high: 1Gi, max: 2Gi", "max: 1Gi",
+		"  embed:  {class: timely, cpu: none}\n", "", "match: [{cgroup: /apps/parse}], ", "", "class: background", "class: timely").Replace(weighed))
+	n.must("reload")
+	wantValues(t, n.slice("batch"), map[string]string{"cpu.weight": "20", "cpu.max": "max 100000", "memory.high": "max", "memory.max": fmt.Sprint(1 << 30)})
+	wantValues(t, n.slice("nights"), map[string]string{"cpu.weight": "1000", "cpu.idle": "0"})
+	wantValues(t, parse, originals)
+	wantValues(t, n.slice("embed"), defaults())
+	stays.Kill()
+	kerneltest.Poll(t, "the slice that left is removed", func() error {
+		if _, err := os.Stat(n.slice("embed")); err == nil {
+			return fmt.Errorf("%s is there", n.slice("embed"))
+		}
+		return nil
+	})
+
+	// Detach restores, also what an agent had changed that was killed.
+	n.write(weighed)
+	n.must("reload")
+	wantValues(t, parse, adopted)
+	n.must("detach")
+	wantValues(t, parse, originals)
+	n.wantState(before)
+}
+
+// Observe touches neither CPU nor memory.
+func TestObserveCPU(t *testing.T) {
+	n := newNode(t)
+	n.needControllers()
+	n.write(weighed)
+	n.start()
+	n.write(strings.Replace(weighed, "mode: enforce", "mode: observe", 1))
+	n.must("reload")
+	for _, feature := range []string{"chat", "batch", "nights"} {
+		for file, want := range defaults() {
+			got, err := os.ReadFile(filepath.Join(n.slice(feature), file))
+			if err == nil && strings.TrimSpace(string(got)) != want {
+				t.Errorf("%s of %s is %s", file, feature, got)
+			}
+		}
+	}
+}
+
+// A memory limit below what is used now is told and not set: it would kill at once.
+func TestMemoryBelowUse(t *testing.T) {
+	n := newNode(t)
+	n.needControllers()
+	n.serve(1)
+	text := func(max string) string {
+		return fmt.Sprintf("apiVersion: bulkhead/v1\nkind: Policy\nmode: enforce\nproviders: {}\nfeatures: {batch: {class: batch, memory: {max: %s}}}\n", max)
+	}
+	n.write(text("1Gi"))
+	n.start()
+	client := n.client("batch")
+	n.write(text("64Ki"))
+	r := n.run("plan", n.policy)
+	wantResult(t, r, 2)
+	wantWords(t, r.stdout, "/bulkhead.slice/bulkhead-batch.slice uses", "will not be set")
+	n.must("reload")
+	wantValues(t, n.slice("batch"), map[string]string{"memory.max": fmt.Sprint(1 << 30)})
+	if c := n.status().condition("Memory"); c == nil || c.Reason != "BelowUse" || !strings.Contains(c.Message, "bulkhead-batch.slice") {
+		t.Errorf("condition %+v", c)
+	}
+	n.wantRun(1, nil, "status", "--check")
+	client.MustDial(kerneltest.TCP4, n.addr(1)) // it lives
+
+	n.write(text("2Gi"))
+	n.must("reload")
+	wantValues(t, n.slice("batch"), map[string]string{"memory.max": fmt.Sprint(2 << 30)})
+	if c := n.status().condition("Memory"); c != nil {
+		t.Errorf("condition %+v stays", c)
+	}
+}
+
+// Where a controller is missing connection limits hold, and nothing pretends.
+func TestControllersTold(t *testing.T) {
+	n := newNode(t)
+	n.serve(1)
+	n.write(strings.Replace(weighed, "providers: {}", "providers: {deepseek: {cidrs: [@1/32], limits: {connections: 2}}}", 1))
+	n.start()
+	s := n.status()
+	var told []string
+	for _, c := range s.Conditions {
+		if c.Type == "CPU" || c.Type == "Memory" {
+			told = append(told, strings.ToLower(c.Type))
+			if c.Status != "False" || c.Reason == "" || !strings.Contains(c.Message, "connection limits work") {
+				t.Errorf("condition %+v", c)
+			}
+		}
+	}
+	var want []string
+	for _, c := range []string{"cpu", "memory"} {
+		if !hasWord(filepath.Join(n.Cgroup.Path, "cgroup.controllers"), c) {
+			want = append(want, c)
+		}
+	}
+	if slices.Sort(told); !slices.Equal(told, want) {
+		t.Errorf("told that %v is missing, want %v", told, want)
+	}
+	code := 0
+	if len(want) > 0 {
+		code = 1
+	}
+	n.wantRun(code, nil, "status", "--check")
+	for _, c := range s.Compartments {
+		for _, m := range c.Cgroups {
+			if slices.Contains(want, "cpu") && (m.CPU.Weight != nil || m.CPU.Max != nil || m.CPU.Idle) {
+				t.Errorf("%s: %+v without a cpu controller", m.Path, m.CPU)
+			}
+		}
+	}
+	dials(t, n.client("batch"), n.addr(1), 3, syscall.ECONNREFUSED)
+	n.wantCounts(map[string]counts{"provider deepseek": {2, 2, 2, 2, 1}})
+}

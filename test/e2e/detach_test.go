@@ -1,0 +1,127 @@
+package e2e
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/cilium/ebpf"
+
+	"bulkhead/internal/kerneltest"
+)
+
+// wantGone waits until programs are no more.
+func wantGone(t testing.TB, ids []ebpf.ProgramID) {
+	t.Helper()
+	if len(ids) < 4 {
+		t.Errorf("only %d programs had been attached", len(ids))
+	}
+	kerneltest.Poll(t, "the kernel frees the programs", func() error {
+		for _, id := range ids {
+			p, err := ebpf.NewProgramFromID(id)
+			if err == nil {
+				p.Close()
+				return fmt.Errorf("program %d is there", id)
+			}
+			if !errors.Is(err, os.ErrNotExist) {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// Detach takes everything back, with an agent and without, and doing it again is fine.
+func TestDetach(t *testing.T) {
+	n := newNode(t)
+	n.serve(1)
+	n.Mkdir("login")
+	adopted := n.place(n.Mkdir("apps/chat"))
+	// What is not ours stays.
+	if err := os.Mkdir(filepath.Join(n.BPFFS, "other"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	before := n.state()
+	n.write(everything)
+	for _, running := range []bool{true, false} {
+		a := n.start()
+		if !running {
+			a.kill()
+		}
+		ids := attached(t, n.Cgroup.Path)
+		client := n.client("batch", "--tenant", "free")
+		dials(t, client, n.addr(1), 3, syscall.ECONNREFUSED)
+		fds := dials(t, adopted, n.addr(1), 4, syscall.ECONNREFUSED)
+		client.Kill()
+		out := n.must("detach")
+		if running {
+			wantWords(t, out, fmt.Sprintf("stopping agent %d", a.Process.Pid))
+			if code := a.end(); code != 0 {
+				t.Errorf("the agent's exit code is %d", code)
+			}
+		}
+		wantWords(t, out, "removed the programs", "/bulkhead.slice/bulkhead-batch.slice")
+		n.wantState(before)
+		n.wantDetached()
+		wantGone(t, ids)
+		for _, path := range []string{n.ready, n.socket} {
+			if _, err := os.Stat(path); running && err == nil {
+				t.Errorf("%s is still there", path)
+			}
+		}
+		wantWords(t, n.must("detach"), "nothing to remove")
+
+		// Nothing is refused any more, and what was open stays open.
+		more := dials(t, adopted, n.addr(1), 10, 0)
+		for _, fd := range fds {
+			adopted.Upload(fd, 1)
+		}
+		adopted.Close(append(fds, more...)...)
+	}
+}
+
+// What still runs in a slice goes on there, without limits, until it has ended.
+func TestDetachInhabited(t *testing.T) {
+	n := newNode(t)
+	n.serve(1)
+	n.Mkdir("login")
+	before := n.state()
+	n.write(shares)
+	n.start()
+	client := n.client("batch")
+	dials(t, client, n.addr(1), 13, syscall.ECONNREFUSED)
+	wantWords(t, n.must("detach"), "left cgroup /bulkhead.slice/bulkhead-batch.slice", "1 process")
+	n.wantDetached()
+	if _, err := os.Stat(n.slice("chat")); err == nil {
+		t.Error("the empty slice is still there")
+	}
+	dials(t, client, n.addr(1), 5, 0)
+
+	// A new start finds it in its place and counts it.
+	a := n.start()
+	wantDial(t, client, n.addr(1), 0)
+	if s := n.status(); strings.Join(s.cgroups("batch"), "") != "/bulkhead.slice/bulkhead-batch.slice" {
+		t.Errorf("batch's cgroups %v", s.cgroups("batch"))
+	}
+	a.kill()
+	client.Kill()
+	n.must("detach")
+	n.wantState(before)
+}
+
+// An agent is stopped by detach only if it is the one of these pins.
+func TestDetachOtherSocket(t *testing.T) {
+	n := newNode(t)
+	n.write(shares)
+	a := n.start()
+	before := n.state()
+	other := *n
+	other.socket += ".other"
+	other.wantRun(1, []string{fmt.Sprint(a.Process.Pid), "--admin-socket"}, "detach")
+	n.wantState(before)
+	n.must("reload")
+}

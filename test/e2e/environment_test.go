@@ -1,0 +1,170 @@
+package e2e
+
+import (
+	"encoding/json"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"bulkhead/internal/kerneltest"
+)
+
+// wantSentence fails unless a command failed with one line, which has all the words.
+func wantSentence(t testing.TB, r result, code int, words ...string) {
+	t.Helper()
+	wantResult(t, r, code, words...)
+	if strings.Count(r.stderr, "\n") != 1 || !strings.HasPrefix(r.stderr, "bulkhead: ") || r.stdout != "" {
+		t.Errorf("not one sentence: %s", r)
+	}
+}
+
+// What is missing is named with its cure, and nothing is left half done.
+func TestBadEnvironment(t *testing.T) {
+	n := newNode(t)
+	n.write(shares)
+	before := n.state()
+	root, err := kerneltest.Root()
+	if err != nil {
+		t.Fatal(err)
+	}
+	agent := n.args(n.agentCommand()...)
+	bulkhead := func(args []string) *exec.Cmd { return exec.Command(args[0], args[1:]...) }
+	with := func(from, to string) []string {
+		args := append([]string{}, agent...)
+		for i := range args {
+			if args[i] == from {
+				args[i+1] = to
+			}
+		}
+		return args
+	}
+	file := filepath.Join(n.dir, "file")
+	if err := os.WriteFile(file, nil, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	taken, err := net.Listen("tcp", n.net+"97:9779")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer taken.Close()
+	noCgroup2 := bulkhead(append([]string{"sh", "-c", `umount -l "$0" && exec "$@"`, root}, with("--cgroup-root", "")...))
+	noCgroup2.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWNS}
+	for _, c := range []struct {
+		what  string
+		cmd   *exec.Cmd
+		words []string
+	}{
+		{"no bpf file system", bulkhead(with("--bpffs", n.dir)), []string{n.dir, "not a bpf file system", "mount -t bpf"}},
+		{"no directory for it", bulkhead(with("--bpffs", n.dir+"/none")), []string{n.dir + "/none", "mount -t bpf"}},
+		{"no cgroup2 there", bulkhead(with("--cgroup-root", n.dir)), []string{n.dir, "cgroup v2"}},
+		{"no directory there", bulkhead(with("--cgroup-root", n.dir+"/none")), []string{n.dir + "/none"}},
+		{"no cgroup2 at all", noCgroup2, []string{"no cgroup v2", "mount -t cgroup2"}},
+		{"no policy", bulkhead(with("--policy", n.dir+"/none")), []string{n.dir + "/none"}},
+		{"metrics address taken", bulkhead(with("--web.listen-address", n.net+"97:9779")), []string{n.net + "97:9779"}},
+		{"something else is the socket", bulkhead(with("--admin-socket", file)), []string{file}},
+		{"no CAP_BPF", n.withCapabilities(agent, unix.CAP_NET_ADMIN), []string{"CAP_BPF"}},
+		{"no CAP_NET_ADMIN", n.withCapabilities(agent, unix.CAP_BPF), []string{"CAP_NET_ADMIN"}},
+	} {
+		t.Log(c.what)
+		wantSentence(t, run(t, c.cmd), 1, c.words...)
+		n.wantState(before)
+		n.wantDetached()
+	}
+	if _, err := os.Stat(n.ready); err == nil {
+		t.Error("an agent was ready")
+	}
+	if _, err := os.Stat(file); err != nil {
+		t.Error(err)
+	}
+}
+
+// withCapabilities runs bulkhead as root with these capabilities only.
+func (n *node) withCapabilities(args []string, caps ...int) *exec.Cmd {
+	n.t.Helper()
+	via, err := json.Marshal(args)
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	cmd := exec.Command("/proc/self/exe")
+	cmd.Env = append(os.Environ(), viaVar+"="+string(via), capsVar+"="+strings.Trim(strings.Join(strings.Fields(fmt.Sprint(caps)), ","), "[]"))
+	return cmd
+}
+
+// Every command that needs root says so; those that do not, work.
+func TestNoRoot(t *testing.T) {
+	n := newNode(t)
+	n.write(shares)
+	for _, loaded := range []bool{false, true} {
+		if loaded {
+			n.start()
+		}
+		before := n.state()
+		for _, args := range [][]string{
+			n.agentCommand(), {"plan", n.policy}, {"status"}, {"conns"}, {"explain"}, {"top", "--count", "1"}, {"detach"},
+			{"exec", "--feature", "chat", "--", "true"},
+		} {
+			code := 1
+			if args[0] == "exec" {
+				code = 125
+			}
+			wantSentence(t, n.asNobody(args...), code, "root")
+		}
+		n.wantState(before)
+		for _, args := range [][]string{{"check", n.policy}, {"version"}} {
+			if r := n.asNobody(args...); r.code != 0 {
+				t.Errorf("%s: %s", args[0], r)
+			}
+		}
+		// doctor says what falls short.
+		if r := n.asNobody("doctor"); r.code != 1 || !strings.Contains(r.stdout, "root") {
+			t.Errorf("doctor: %s", r)
+		}
+	}
+	if r := n.run("doctor"); r.code != 0 {
+		t.Errorf("doctor as root: %s", r)
+	}
+}
+
+// The agent and everything that it does needs no more of root than these.
+func TestCapabilities(t *testing.T) {
+	n := newNode(t)
+	n.serve(1)
+	n.write(shares)
+	cmd := n.withCapabilities(n.args(n.agentCommand()...), unix.CAP_BPF, unix.CAP_NET_ADMIN, unix.CAP_SYS_ADMIN)
+	a := n.beginAs(cmd.Env, cmd.Args)
+	a.waitReady()
+	client := n.client("batch")
+	dials(t, client, n.addr(1), 13, syscall.ECONNREFUSED)
+	n.wantAgreement()
+	n.must("reload")
+	a.kill()
+}
+
+// What is not built yet is accepted by check, with a warning, and refused by the agent.
+func TestUnbuilt(t *testing.T) {
+	n := newNode(t)
+	before := n.state()
+	for what, c := range map[string]struct{ from, to, word string }{
+		"hosts":     {"cidrs: [@1/32]", "hosts: [api.example.com]", "names are not built yet"},
+		"unit":      {"class: realtime", "class: realtime, match: [{unit: chat.service}]", "match by unit is not built yet"},
+		"exe":       {"class: realtime", "class: realtime, match: [{exe: /usr/bin/python3}]", "match by exe is not built yet"},
+		"cmdline":   {"class: realtime", "class: realtime, match: [{cmdline: summarize}]", "match by cmdline is not built yet"},
+		"user":      {"class: realtime", "class: realtime, match: [{user: nobody}]", "match by user is not built yet"},
+		"container": {"class: realtime", "class: realtime, match: [{container: {name: chat}}]", "match by container is not built yet"},
+	} {
+		t.Log(what)
+		n.write(strings.Replace(shares, c.from, c.to, 1))
+		n.wantRun(0, []string{"warning", c.word}, "check", n.policy)
+		n.wantRun(1, []string{c.word}, n.agentCommand()...)
+		n.wantRun(1, []string{c.word}, "plan", n.policy)
+		n.wantState(before)
+		n.wantDetached()
+	}
+}

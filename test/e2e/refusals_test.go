@@ -1,0 +1,105 @@
+package e2e
+
+import (
+	"fmt"
+	"os"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"bulkhead/internal/kerneltest"
+)
+
+// refusals are the log's lines of refusals by a provider.
+func (n *node) refusals(provider string) (all []line) {
+	n.t.Helper()
+	for _, l := range n.lines() {
+		if l.Msg == "refused" && l.Provider == provider {
+			all = append(all, l)
+		}
+	}
+	return all
+}
+
+// A client that tries again without pause costs a line a second, and every try is
+// counted.
+func TestRefusals(t *testing.T) {
+	n := newNode(t)
+	n.write(`
+apiVersion: bulkhead/v1
+kind: Policy
+mode: enforce
+providers:
+  deepseek: {cidrs: [@1/32], ports: [8000], limits: {connections: 30}}
+  qwen:     {cidrs: [@2/32], ports: [8000], limits: {connections: 0}}
+features:
+  batch: {class: batch, providers: {deepseek: {connections: 0, errno: EAGAIN}}}
+`)
+	n.start()
+	client := n.client("batch")
+	const tries = 20_000
+	addrs := make([]string, tries)
+	for i := range addrs {
+		addrs[i] = n.addr(1)
+	}
+	start := time.Now()
+	for i, errno := range client.Probe(kerneltest.TCP4, addrs) {
+		if errno != syscall.EAGAIN {
+			t.Fatalf("try %d: %v, want %v", i, errno, syscall.EAGAIN)
+		}
+	}
+	comm, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", client.PID))
+	if err != nil {
+		t.Fatal(err)
+	}
+	// Each route has lines of its own.
+	wantDial(t, client, n.addr(2), syscall.ECONNREFUSED)
+	n.logged(`"msg":"refused"`, "qwen")
+	n.logged(`"msg":"refused"`, "deepseek")
+	seconds := int(time.Since(start).Seconds()) + 1
+	lines := n.refusals("deepseek")
+	if len(lines) > seconds+1 {
+		t.Errorf("%d refusals in %d s made %d lines", tries, seconds, len(lines))
+	}
+	l := lines[0]
+	if l.PID != client.PID || l.Command != strings.TrimSpace(string(comm)) || l.Feature != "batch" || l.Remote != n.addr(1) ||
+		l.Errno != "EAGAIN" || l.Limit == nil || *l.Limit != 0 ||
+		l.Bulkhead.Scope != "feature_provider" || l.Bulkhead.Feature != "batch" || l.Bulkhead.Provider != "deepseek" {
+		t.Errorf("the line says %s", l.text)
+	}
+	if l := n.refusals("qwen")[0]; l.Bulkhead.Scope != "provider" || l.Bulkhead.Provider != "qwen" || l.Errno != "ECONNREFUSED" {
+		t.Errorf("the line says %s", l.text)
+	}
+
+	n.wantCounts(map[string]counts{
+		"feature_provider batch/deepseek": {limit: 0, rejected: tries},
+		"provider deepseek":               {limit: 30},
+		"provider qwen":                   {limit: 0, rejected: 1},
+	})
+	rejected := series("rejected_total", "scope", "feature_provider", "feature_group", "batch", "tenant", "", "provider", "deepseek", "reason", "full")
+	if got := n.scrape()[rejected]; got != tries {
+		t.Errorf("rejected_total %v, want %d", got, tries)
+	}
+	// A refusal takes nothing.
+	if s := n.status(); s.connections("batch", "deepseek") != 0 || len(n.conns()) != 0 {
+		t.Errorf("connections_total %d, conns %v", s.connections("batch", "deepseek"), n.conns())
+	}
+
+	// Later ones are told again, with how many there were.
+	more := 0
+	kerneltest.Poll(t, "the next line", func() error {
+		wantDial(t, client, n.addr(1), syscall.EAGAIN)
+		more++
+		if after := n.refusals("deepseek"); len(after) == len(lines) {
+			return fmt.Errorf("still %d", len(lines))
+		}
+		return nil
+	})
+	after := n.refusals("deepseek")
+	if l := after[len(after)-1]; l.Total <= lines[len(lines)-1].Total || l.Total > tries+more {
+		t.Errorf("total %d after %d, want at most %d", l.Total, lines[len(lines)-1].Total, tries+more)
+	}
+	wantWords(t, n.must("explain", "--from", fmt.Sprint(client.PID), "--to", n.addr(1)),
+		fmt.Sprintf("pid %d (%s) to %s refused: feature_provider batch/deepseek", client.PID, strings.TrimSpace(string(comm)), n.addr(1)))
+}
