@@ -23,6 +23,33 @@ static __always_inline void count(__u32 total)
 		__sync_fetch_and_add(n, 1);
 }
 
+/* Note in the filter before slots that an entry comes (1) or is gone (-1). */
+static __always_inline void note_cookie(__u64 cookie, int change)
+{
+	__u32 at = cookie & (COOKIES - 1);
+	__u32 *n = bpf_map_lookup_elem(&cookies, &at);
+
+	if (n)
+		__sync_fetch_and_add(n, change);
+}
+
+static __always_inline struct slot *find_slot(__u64 *cookie)
+{
+	__u32 at = *cookie & (COOKIES - 1);
+	__u32 *n = bpf_map_lookup_elem(&cookies, &at);
+
+	if (n && !*(volatile __u32 *)n)
+		return 0;
+	return bpf_map_lookup_elem(&slots, cookie);
+}
+
+/* Only one of those who delete an entry succeeds, so the filter is lowered once. */
+static __always_inline void delete_slot(__u64 *cookie)
+{
+	if (!bpf_map_delete_elem(&slots, cookie))
+		note_cookie(*cookie, -1);
+}
+
 /*
  * Take one place of a bulkhead, never above the limit. 0 taken, 1 full,
  * 2 contended. A global function, so that the verifier looks at its loop once and
@@ -107,7 +134,7 @@ static __always_inline int replace_slot(struct slot *s, __u64 seen, __u64 *cooki
 {
 	if (seen & SLOT_CLAIMED || !swap_slot(s, seen, SLOT_RELEASED | SLOT_CLAIMED))
 		return 0;
-	bpf_map_delete_elem(&slots, cookie);
+	delete_slot(cookie);
 	return 1;
 }
 
@@ -258,8 +285,10 @@ static __always_inline int admit(struct route *r, const struct ask *q)
 	s.port = q->port;
 	s.proto = q->proto;
 	s.header = q->header;
+	note_cookie(q->cookie, 1);
 	err = bpf_map_update_elem(&slots, &q->cookie, &s, BPF_NOEXIST);
 	if (err) {
+		note_cookie(q->cookie, -1);
 		for (int i = 0; i < MAX_HOLDS && i < r->n; i++)
 			give_place(r->holds[i].bulkhead, 1);
 		/* Another thread sent through this UDP socket and its slot counts. */

@@ -54,7 +54,7 @@ static __always_inline int judge(struct bpf_sock_addr *ctx, struct dest_key *key
 		provider = provider_of(idx, key, q.proto, q.port);
 	who = who_connects(idx, g, word >> 1);
 	q.cookie = bpf_get_socket_cookie(ctx);
-	old = bpf_map_lookup_elem(&slots, &q.cookie);
+	old = find_slot(&q.cookie);
 	if (old) {
 		__u64 seen = *(volatile __u64 *)&old->word;
 
@@ -70,11 +70,6 @@ static __always_inline int judge(struct bpf_sock_addr *ctx, struct dest_key *key
 	}
 	if (who.compartment == COMPARTMENT_PROTECTED)
 		return ALLOW;
-	if (have_retval && bpf_get_retval() < 0) {
-		/* A program before ours has denied it: there will be no connection. */
-		count(TOTAL_REFUSED_EARLIER);
-		return ALLOW;
-	}
 	if (provider == PROVIDER_OTHER && who.other != NO_INDEX) {
 		/* A name lookup's UDP connects to nobody of ours are not connections. */
 		if (q.proto == IPPROTO_TCP)
@@ -82,6 +77,11 @@ static __always_inline int judge(struct bpf_sock_addr *ctx, struct dest_key *key
 		return ALLOW;
 	}
 
+	if (have_retval && bpf_get_retval() < 0) {
+		/* A program before ours has denied it: there will be no connection. */
+		count(TOTAL_REFUSED_EARLIER);
+		return ALLOW;
+	}
 	r = route_of(idx, g, who.compartment, provider);
 	if (!r)
 		return ALLOW;
@@ -217,7 +217,7 @@ int bh_sockops(struct bpf_sock_ops *ctx)
 		return 1;
 	}
 	cookie = bpf_get_socket_cookie(ctx);
-	s = bpf_map_lookup_elem(&slots, &cookie);
+	s = find_slot(&cookie);
 	if (!s)
 		return 1;
 
@@ -228,7 +228,7 @@ int bh_sockops(struct bpf_sock_ops *ctx)
 		}
 		release_slot(s, *(volatile __u64 *)&s->word);
 		count_bytes(ctx, s);
-		bpf_map_delete_elem(&slots, &cookie);
+		delete_slot(&cookie);
 		return 1;
 	}
 
@@ -253,13 +253,13 @@ SEC("cgroup/sock_release")
 int bh_sock_release(struct bpf_sock *ctx)
 {
 	__u64 cookie = bpf_get_socket_cookie(ctx);
-	struct slot *s = bpf_map_lookup_elem(&slots, &cookie);
+	struct slot *s = find_slot(&cookie);
 
 	if (!s)
 		return 1;
 	release_slot(s, *(volatile __u64 *)&s->word);
 	if (!(s->flags & SLOT_SENT))
-		bpf_map_delete_elem(&slots, &cookie);
+		delete_slot(&cookie);
 	return 1;
 }
 
@@ -282,7 +282,7 @@ static __always_inline int count_udp(struct __sk_buff *skb, int out)
 	if (!sk || sk->protocol != IPPROTO_UDP)
 		return 1;
 	cookie = bpf_get_socket_cookie(skb);
-	s = bpf_map_lookup_elem(&slots, &cookie);
+	s = find_slot(&cookie);
 	if (!s || s->word & SLOT_RELEASED)
 		return 1;
 	at = s->traffic;
@@ -313,7 +313,7 @@ SEC("syscall")
 int bh_retire(struct retire *a)
 {
 	__u64 cookie = a->cookie;
-	struct slot *s = bpf_map_lookup_elem(&slots, &cookie);
+	struct slot *s = find_slot(&cookie);
 
 	a->done = s ? release_slot(s, a->word) : 0;
 	return 0;

@@ -148,6 +148,19 @@ struct {
 	__type(value, struct slot);
 } slots SEC(".maps");
 
+/*
+ * How many entries of slots have a cookie with these low bits. Zero says that there is
+ * none, without the hash, which costs ten times as much; most sockets of a node have
+ * none. It is raised before an entry is inserted and lowered after one is deleted, so it
+ * may be too high and never too low.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, COOKIES);
+	__type(key, __u32);
+	__type(value, __u32);
+} cookies SEC(".maps");
+
 /* The agent maps it and only reads, but for an index that no slot names. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);

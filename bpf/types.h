@@ -18,6 +18,7 @@
 #define MAX_BULKHEADS 16384
 #define MAX_ROUTES 16384   /* also: traffic counters */
 #define MAX_SLOTS 131072   /* connections that hold something, node wide */
+#define COOKIES 65536	   /* entries of the filter before slots; a power of two */
 #define LEAVES 512	   /* leaf cache entries per CPU; a power of two */
 
 /* Numbers that user space needs by name; an enum, because macros leave no BTF. */

@@ -1,6 +1,7 @@
 package conn
 
 import (
+	"fmt"
 	"math/bits"
 	"path/filepath"
 	"sync"
@@ -64,6 +65,7 @@ func (s *sampler) end() (highest uint32, samples uint64) {
 func TestAdmission(t *testing.T) {
 	runAll(t,
 		test{"exact under contention", testExactUnderContention},
+		test{"exact in a storm", testExactInAStorm},
 		test{"the most specific full one refuses", testMostSpecificFullRefuses},
 		test{"default errno", testDefaultErrno},
 		test{"observe", testObserve},
@@ -108,6 +110,45 @@ features:
 		t.Errorf("accepted %d, rejected %v, peak %d; want %d, %d, %d", b.Accepted, b.Rejected, b.Peak, rounds*limit, rounds*(threads-limit), limit)
 	}
 	t.Logf("%d samples; rejected %v", samples, b.Rejected)
+}
+
+// The same where nearly every connect is a race for the one place that there is.
+func testExactInAStorm(in *instance) {
+	plan := planOf(in, `
+providers:
+  p: {cidrs: [127.0.0.0/8], limits: {connections: 1}}
+features:
+  f: {class: batch}
+`)
+	cg := in.Mkdir("f")
+	in.apply(plan, member(in, plan, cg, "f", ""))
+	kerneltest.Serve(in, "127.0.0.1:8000", kerneltest.Hangup)
+	s := sample(in.T, in, provider("p"))
+	client := in.start(cg)
+	client.Storm(kerneltest.TCP4, "127.0.0.1:8000", 16)
+	kerneltest.Poll(in, "a hundred thousand connects", func() error {
+		if b := in.count(provider("p")); b.Accepted+b.refused() < 100_000 {
+			return fmt.Errorf("%d and %d", b.Accepted, b.refused())
+		}
+		return nil
+	})
+	counts := client.Calm()
+	highest, samples := s.end()
+	b := in.count(provider("p"))
+	if highest > 1 || b.Peak != 1 {
+		in.Errorf("%d samples, the highest %d, peak %d; want 1", samples, highest, b.Peak)
+	}
+	// Connects that have run out of ports are not refused by us.
+	passed, refused := uint64(0), uint64(counts[errnoSeen(syscall.ECONNREFUSED)])
+	for errno, n := range counts {
+		if errno != errnoSeen(syscall.ECONNREFUSED) {
+			passed += uint64(n)
+		}
+	}
+	if b.Accepted != passed || b.refused() != refused {
+		in.Errorf("accepted %d, rejected %v; connect returned %v", b.Accepted, b.Rejected, counts)
+	}
+	in.Logf("%d samples; accepted %d, rejected %v", samples, b.Accepted, b.Rejected)
 }
 
 // sevenScopes is a policy whose route from (f, t) to p holds a bulkhead of every

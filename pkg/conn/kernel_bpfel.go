@@ -214,6 +214,7 @@ const (
 	kernelMapBulkheads      = "bulkheads"
 	kernelMapComps          = "comps"
 	kernelMapControl        = "control"
+	kernelMapCookies        = "cookies"
 	kernelMapDests          = "dests"
 	kernelMapGens           = "gens"
 	kernelMapLeaves         = "leaves"
@@ -299,6 +300,7 @@ type kernelMapSpecs struct {
 	Bulkheads     *ebpf.MapSpec `ebpf:"bulkheads"`
 	Comps         *ebpf.MapSpec `ebpf:"comps"`
 	Control       *ebpf.MapSpec `ebpf:"control"`
+	Cookies       *ebpf.MapSpec `ebpf:"cookies"`
 	Dests         *ebpf.MapSpec `ebpf:"dests"`
 	Gens          *ebpf.MapSpec `ebpf:"gens"`
 	Leaves        *ebpf.MapSpec `ebpf:"leaves"`
@@ -344,6 +346,7 @@ type kernelMaps struct {
 	Bulkheads     *ebpf.Map `ebpf:"bulkheads"`
 	Comps         *ebpf.Map `ebpf:"comps"`
 	Control       *ebpf.Map `ebpf:"control"`
+	Cookies       *ebpf.Map `ebpf:"cookies"`
 	Dests         *ebpf.Map `ebpf:"dests"`
 	Gens          *ebpf.Map `ebpf:"gens"`
 	Leaves        *ebpf.Map `ebpf:"leaves"`
@@ -364,6 +367,7 @@ func (m *kernelMaps) Close() error {
 		m.Bulkheads,
 		m.Comps,
 		m.Control,
+		m.Cookies,
 		m.Dests,
 		m.Gens,
 		m.Leaves,

@@ -93,7 +93,8 @@ func (k *Kernel) retire(cookie, word uint64) (bool, error) {
 
 // bury deletes a tombstone whose socket two dumps lacked. Its descriptor may still be
 // open and connect again at this very moment: then what was deleted is a live slot,
-// and it is put back.
+// and it is put back. The filter before the slots is left as it is: too high costs a
+// lookup, too low would hide a slot.
 func (k *Kernel) bury(cookie, word uint64) error {
 	slots := k.coll.Maps[kernelMapSlots]
 	var s kernelSlot

@@ -6,6 +6,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"testing"
 
@@ -48,7 +49,8 @@ features:
 func testNameLookup(in *instance) {
 	cg := in.Mkdir("f")
 	client := in.start(cg)
-	for _, text := range []string{tcpPolicy, udpPolicy} {
+	capped := strings.Replace(udpPolicy, "providers:\n", "providers:\n  other: {limits: {connections: 0}}\n", 1)
+	for _, text := range []string{tcpPolicy, udpPolicy, capped} {
 		plan := planOf(in, text)
 		in.apply(plan, member(in, plan, cg, "f", ""))
 		before := in.counts()

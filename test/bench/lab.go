@@ -115,11 +115,11 @@ func nft(n int) string {
 
 // lab is the network namespace, the server and the cgroups.
 type lab struct {
-	tree   *cgroup.Tree
-	root   string // cgroup of this run
-	bpffs  string
-	server int
-	stop   []func()
+	tree     *cgroup.Tree
+	root     string // cgroup of this run
+	bpffs    string
+	listener *os.File // of the server
+	stop     []func()
 }
 
 func newLab() (l *lab, err error) {
@@ -155,30 +155,16 @@ func newLab() (l *lab, err error) {
 		return nil, err
 	}
 	l.stop = append(l.stop, func() { os.Remove(l.root) })
-	// The server only listens while a worker's turn lasts, so that no wake-up of
-	// another process is measured; its queue is emptied between turns.
-	if err := os.WriteFile("/proc/sys/net/core/somaxconn", []byte("65535"), 0o644); err != nil {
+	fd, err := syscall.Socket(syscall.AF_INET, syscall.SOCK_STREAM|syscall.SOCK_CLOEXEC, 0)
+	if err != nil {
 		return nil, err
 	}
-	if l.server, err = syscall.Socket(syscall.AF_INET, syscall.SOCK_STREAM|syscall.SOCK_NONBLOCK|syscall.SOCK_CLOEXEC, 0); err != nil {
+	l.listener = os.NewFile(uintptr(fd), "listener")
+	l.stop = append(l.stop, func() { l.listener.Close() })
+	if err := syscall.Bind(fd, &syscall.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}, Port: port}); err != nil {
 		return nil, err
 	}
-	l.stop = append(l.stop, func() { syscall.Close(l.server) })
-	if err := syscall.Bind(l.server, &syscall.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}, Port: port}); err != nil {
-		return nil, err
-	}
-	return l, syscall.Listen(l.server, 65535)
-}
-
-// drain accepts and closes what waits at the server.
-func (l *lab) drain() {
-	for {
-		fd, _, err := syscall.Accept(l.server)
-		if err != nil {
-			return
-		}
-		syscall.Close(fd)
-	}
+	return l, syscall.Listen(fd, 16)
 }
 
 func (l *lab) close() {
@@ -217,6 +203,7 @@ func (l *lab) start(c *configuration) error {
 	defer cg.Close()
 	cmd := exec.Command("/proc/self/exe", "worker")
 	cmd.Stderr = os.Stderr
+	cmd.ExtraFiles = []*os.File{l.listener}
 	cmd.SysProcAttr = &syscall.SysProcAttr{UseCgroupFD: true, CgroupFD: int(cg.Fd()), Pdeathsig: syscall.SIGKILL}
 	if c.in, err = cmd.StdinPipe(); err != nil {
 		return err
@@ -243,7 +230,6 @@ func (l *lab) turn(c *configuration, n int) (time.Duration, error) {
 		}
 		defer exec.Command("nft", "delete", "table", "ip", "bench").Run()
 	}
-	defer l.drain()
 	fmt.Fprintln(c.in, n)
 	line, err := c.out.ReadString('\n')
 	if err != nil {

@@ -88,7 +88,7 @@ func TestDemoInterrupted(t *testing.T) {
 		}
 	}
 	kerneltest.Poll(t, "the demo's agent has attached its programs", func() error {
-		trees, err := filepath.Glob(n.Cgroup.Path + "/*/cgroup.procs")
+		trees, err := filepath.Glob(n.Cgroup.Path + "/*/*/cgroup.procs")
 		for _, procs := range trees {
 			if len(attached(t, filepath.Dir(procs))) > 0 {
 				return nil
