@@ -328,14 +328,16 @@ features:
 
 	open := planOf(in, "providers:\n  p: {cidrs: [127.0.0.0/8]}\nfeatures:\n  f: {class: batch}\n")
 	twice := member(in, open, cg, "f", "")
+	// As many routes as the maps hold, beside those of the plan in force.
+	const side = 127 // and other, and default
 	var big strings.Builder
 	big.WriteString("providers:\n")
-	for i := range 200 {
-		fmt.Fprintf(&big, "  p%d: {cidrs: [10.0.%d.0/24]}\n", i, i)
+	for i := range side {
+		fmt.Fprintf(&big, "  x%d: {cidrs: [10.0.%d.0/24]}\n", i, i)
 	}
 	big.WriteString("features:\n")
-	for i := range 100 {
-		fmt.Fprintf(&big, "  f%d: {class: batch}\n", i)
+	for i := range side {
+		fmt.Fprintf(&big, "  x%d: {class: batch}\n", i)
 	}
 	for _, c := range []struct {
 		name    string

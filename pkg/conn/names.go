@@ -46,29 +46,20 @@ func (n *kernelTrafficName) key() trafficKey {
 // readNames reads both registries.
 func readNames(maps map[string]*ebpf.Map) (map[policy.Key]uint32, map[trafficKey]uint32, error) {
 	bulkheads := make(map[policy.Key]uint32)
-	var at uint32
-	var bn kernelBulkheadName
-	it := maps[kernelMapBulkheadNames].Iterate()
-	for it.Next(&at, &bn) {
-		k, err := bn.key()
-		if err != nil {
-			return nil, nil, fmt.Errorf("%s[%d]: %w", kernelMapBulkheadNames, at, err)
-		}
+	err := readHash(maps[kernelMapBulkheadNames], func(at uint32, n *kernelBulkheadName) error {
+		k, err := n.key()
 		bulkheads[k] = at
-	}
-	if err := it.Err(); err != nil {
-		return nil, nil, fmt.Errorf("read %s: %w", kernelMapBulkheadNames, err)
+		return err
+	})
+	if err != nil {
+		return nil, nil, err
 	}
 	traffic := make(map[trafficKey]uint32)
-	var tn kernelTrafficName
-	it = maps[kernelMapTrafficNames].Iterate()
-	for it.Next(&at, &tn) {
-		traffic[tn.key()] = at
-	}
-	if err := it.Err(); err != nil {
-		return nil, nil, fmt.Errorf("read %s: %w", kernelMapTrafficNames, err)
-	}
-	return bulkheads, traffic, nil
+	err = readHash(maps[kernelMapTrafficNames], func(at uint32, n *kernelTrafficName) error {
+		traffic[n.key()] = at
+		return nil
+	})
+	return bulkheads, traffic, err
 }
 
 // registry gives names their index. It is the agent's, under its lock.

@@ -128,18 +128,16 @@ func (r *Reader) generationAt(idx uint32) (*inForce, error) {
 		return nil, err
 	}
 	defer comps.Close()
-	var id uint64
-	var comp uint32
-	it := comps.Iterate()
-	for it.Next(&id, &comp) {
-		m := Member{CgroupID: id, Compartment: comp}
-		if comp == uint32(kernelConstantCOMPARTMENT_PROTECTED) {
+	err = readHash(comps, func(id uint64, comp *uint32) error {
+		m := Member{CgroupID: id, Compartment: *comp}
+		if *comp == uint32(kernelConstantCOMPARTMENT_PROTECTED) {
 			m = Member{CgroupID: id, Protected: true}
 		}
 		f.members = append(f.members, m)
-	}
-	if err := it.Err(); err != nil {
-		return nil, fmt.Errorf("read the members in force: %w", err)
+		return nil
+	})
+	if err != nil {
+		return nil, err
 	}
 	slices.SortFunc(f.members, func(a, b Member) int { return cmp.Compare(a.CgroupID, b.CgroupID) })
 	return f, nil
@@ -157,24 +155,34 @@ func (s *slot) remote() netip.AddrPort {
 	return netip.AddrPortFrom(netip.AddrFrom16(s.Addr).Unmap(), s.Port)
 }
 
-// readSlots reads the slot map, in batches. Entries that come and go meanwhile may
-// or may not be there.
+// readSlots reads the slot map. Entries that come and go meanwhile may or may not be
+// there.
 func readSlots(maps map[string]*ebpf.Map) ([]slot, error) {
-	const batch = 4096 // at least the longest hash chain, or the kernel says ENOSPC
-	m := maps[kernelMapSlots]
 	var all []slot
+	err := readHash(maps[kernelMapSlots], func(cookie uint64, s *kernelSlot) error {
+		all = append(all, slot{cookie, *s})
+		return nil
+	})
+	return all, err
+}
+
+// readHash calls each for every entry of a hash map, reading in batches.
+func readHash[K, V any](m *ebpf.Map, each func(K, *V) error) error {
+	const batch = 1024 // far more than the longest chain of a bucket, or the kernel says ENOSPC
 	var cursor ebpf.MapBatchCursor
-	keys, values := make([]uint64, batch), make([]kernelSlot, batch)
+	keys, values := make([]K, batch), make([]V, batch)
 	for {
 		n, err := m.BatchLookup(&cursor, keys, values, nil)
 		for i := range n {
-			all = append(all, slot{keys[i], values[i]})
+			if err := each(keys[i], &values[i]); err != nil {
+				return fmt.Errorf("%s[%v]: %w", m, keys[i], err)
+			}
 		}
 		if errors.Is(err, ebpf.ErrKeyNotExist) {
-			return all, nil
+			return nil
 		}
 		if err != nil {
-			return nil, fmt.Errorf("read slots: %w", err)
+			return fmt.Errorf("read %s: %w", m, err)
 		}
 	}
 }

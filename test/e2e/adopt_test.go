@@ -36,8 +36,8 @@ features:
 	if got := dials(t, client, n.addr(1), 3, syscall.ECONNREFUSED); len(got) != 3 {
 		t.Errorf("%d passed, want 3", len(got))
 	}
-	wantDial(t, client, n.addr(1), syscall.ECONNREFUSED)
-	wantDial(t, other, n.addr(1), 0)
+	wantDial(t, client, syscall.ECONNREFUSED, n.addr(1))
+	wantDial(t, other, 0, n.addr(1))
 	if now, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", client.PID)); err != nil || string(now) != string(place) {
 		t.Errorf("it was in %s and is in %s (%v)", place, now, err)
 	}
@@ -53,7 +53,7 @@ features:
 		return nil
 	})
 	n.logged("adopted a cgroup", "/apps/batch-2")
-	wantDial(t, late, n.addr(1), syscall.ECONNREFUSED)
+	wantDial(t, late, syscall.ECONNREFUSED, n.addr(1))
 	client.Kill()
 	kerneltest.Poll(t, "there is room", func() error {
 		if b := n.status().find("feature batch"); b.InUse != 0 {
@@ -62,7 +62,7 @@ features:
 		return nil
 	})
 	dials(t, late, n.addr(1), 3, 0)
-	wantDial(t, late, n.addr(1), syscall.ECONNREFUSED)
+	wantDial(t, late, syscall.ECONNREFUSED, n.addr(1))
 	n.wantCounts(map[string]counts{"feature batch": {3, 3, 3, 6, 3}})
 }
 
@@ -129,10 +129,10 @@ func TestObserve(t *testing.T) {
 	// Enforce means the same numbers.
 	n.write(shares)
 	n.must("reload")
-	wantDial(t, client, n.addr(1), syscall.ECONNREFUSED)
+	wantDial(t, client, syscall.ECONNREFUSED, n.addr(1))
 	client.Close(fds[:4]...)
 	dials(t, client, n.addr(1), 1, 0)
-	wantDial(t, client, n.addr(1), syscall.ECONNREFUSED)
+	wantDial(t, client, syscall.ECONNREFUSED, n.addr(1))
 	b = n.status().find("feature_provider batch/deepseek")
 	if b.InUse != 12 || b.Peak != 15 || total(b.Rejected) != 2 || b.WouldReject["full"] != 3 {
 		t.Errorf("%+v", b)
@@ -159,7 +159,7 @@ func TestErrno(t *testing.T) {
 	}
 	n.start()
 	for name, errno := range want {
-		wantDial(t, clients[name], n.addr(1), errno)
+		wantDial(t, clients[name], errno, n.addr(1))
 	}
 	if c := n.status().condition("Errno"); c != nil {
 		t.Errorf("condition %+v", c)

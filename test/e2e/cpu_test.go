@@ -179,7 +179,7 @@ func TestMemoryBelowUse(t *testing.T) {
 	n.write(text("1Gi"))
 	n.start()
 	client := n.client("batch")
-	n.write(text("64Ki"))
+	n.write(text("1Mi"))
 	r := n.run("plan", n.policy)
 	wantResult(t, r, 2)
 	wantWords(t, r.stdout, "/bulkhead.slice/bulkhead-batch.slice uses", "will not be set")

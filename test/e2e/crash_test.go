@@ -49,7 +49,7 @@ func TestKilledAgent(t *testing.T) {
 	}
 	a.kill()
 
-	wantDial(t, client, echo.Addr, syscall.ECONNREFUSED)
+	wantDial(t, client, syscall.ECONNREFUSED, echo.Addr)
 	n.wantCounts(map[string]counts{"feature_provider batch/deepseek": {12, 12, 12, 12, 2}, "provider deepseek": {20, 12, 12, 12, 0}})
 	client.Close(fds[10], fds[11])
 	n.wantCounts(map[string]counts{"feature_provider batch/deepseek": {12, 10, 12, 12, 2}, "provider deepseek": {20, 10, 12, 12, 0}})
@@ -60,7 +60,7 @@ func TestKilledAgent(t *testing.T) {
 	// And who is new comes in the same way.
 	late := n.client("batch")
 	dials(t, late, echo.Addr, 1, 0)
-	wantDial(t, late, echo.Addr, syscall.ECONNREFUSED)
+	wantDial(t, late, syscall.ECONNREFUSED, echo.Addr)
 
 	generation := n.status().Generation
 	n.start()
@@ -74,7 +74,7 @@ func TestKilledAgent(t *testing.T) {
 		t.Errorf("generation %d after %d", g, generation)
 	}
 	n.wantAgreement()
-	wantDial(t, late, echo.Addr, syscall.ECONNREFUSED)
+	wantDial(t, late, syscall.ECONNREFUSED, echo.Addr)
 	late.Kill()
 	client.Close(fds[:10]...)
 	kerneltest.Poll(t, "all but one are given back", func() error {
@@ -104,14 +104,14 @@ func TestKilledAtAnyMoment(t *testing.T) {
 		// Somewhere between its first instruction and some way into its reloads.
 		deadline := time.Now().Add(time.Duration(random.IntN(400)) * time.Millisecond)
 		for time.Now().Before(deadline) {
-			wantDial(t, client, n.addr(1), syscall.ECONNREFUSED)
+			wantDial(t, client, syscall.ECONNREFUSED, n.addr(1))
 			refused++
 			if _, err := os.Stat(n.ready); err == nil {
 				a.signal(syscall.SIGHUP)
 			}
 		}
 		a.kill()
-		wantDial(t, client, n.addr(1), syscall.ECONNREFUSED)
+		wantDial(t, client, syscall.ECONNREFUSED, n.addr(1))
 		refused++
 		n.wantCounts(map[string]counts{"feature_provider batch/deepseek": {12, 12, 12, 12, refused}, "provider deepseek": {20, 12, 12, 12, 0}})
 	}
@@ -138,7 +138,7 @@ func TestStoppedAgent(t *testing.T) {
 			t.Errorf("%s is still there", path)
 		}
 	}
-	wantDial(t, client, n.addr(1), syscall.ECONNREFUSED)
+	wantDial(t, client, syscall.ECONNREFUSED, n.addr(1))
 	n.wantCounts(map[string]counts{"feature_provider batch/deepseek": {12, 12, 12, 12, 1}})
 }
 

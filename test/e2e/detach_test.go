@@ -103,7 +103,7 @@ func TestDetachInhabited(t *testing.T) {
 
 	// A new start finds it in its place and counts it.
 	a := n.start()
-	wantDial(t, client, n.addr(1), 0)
+	wantDial(t, client, 0, n.addr(1))
 	if s := n.status(); strings.Join(s.cgroups("batch"), "") != "/bulkhead.slice/bulkhead-batch.slice" {
 		t.Errorf("batch's cgroups %v", s.cgroups("batch"))
 	}

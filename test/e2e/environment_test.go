@@ -19,8 +19,7 @@ import (
 // wantSentence fails unless a command failed with one line, which has all the words.
 func wantSentence(t testing.TB, r result, code int, words ...string) {
 	t.Helper()
-	wantResult(t, r, code, words...)
-	if strings.Count(r.stderr, "\n") != 1 || !strings.HasPrefix(r.stderr, "bulkhead: ") || r.stdout != "" {
+	if wantResult(t, r, code, words...) && (strings.Count(r.stderr, "\n") != 1 || !strings.HasPrefix(r.stderr, "bulkhead: ") || r.stdout != "") {
 		t.Errorf("not one sentence: %s", r)
 	}
 }

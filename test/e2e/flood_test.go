@@ -59,8 +59,8 @@ func TestFlood(t *testing.T) {
 		return nil
 	})
 	// The most specific full bulkhead is the one that a refusal is counted on.
-	wantDial(t, chat, n.addr(1), syscall.ECONNREFUSED)
-	wantDial(t, batch, n.addr(1), syscall.ECONNREFUSED)
+	wantDial(t, chat, syscall.ECONNREFUSED, n.addr(1))
+	wantDial(t, batch, syscall.ECONNREFUSED, n.addr(1))
 
 	n.wantCounts(map[string]counts{
 		"feature_provider batch/deepseek": {12, 12, 12, 12, 49},
@@ -164,7 +164,7 @@ func TestRealPrograms(t *testing.T) {
 	ran := 0
 	for _, args := range [][]string{
 		{"curl", "--silent", "--show-error", "--max-time", "10", "--output", os.DevNull, url},
-		{"wget", "-q", "-T", "10", "-O", os.DevNull, url},
+		{"wget", "-q", "-O", os.DevNull, url},
 		{"python3", "-c", "import sys, urllib.request as r; r.build_opener(r.ProxyHandler({})).open(sys.argv[1], timeout=10).read()", url},
 	} {
 		if _, err := exec.LookPath(args[0]); err != nil {

@@ -2,12 +2,12 @@ package e2e
 
 import (
 	"encoding/json"
-	"flag"
 	"fmt"
 	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"syscall"
@@ -46,11 +46,6 @@ func runTests(m *testing.M) int {
 			fmt.Fprintln(os.Stderr, err)
 			return 1
 		}
-	}
-	// Tests mostly wait: for a file to settle, for the next second, for the demo.
-	flag.Parse()
-	if parallel := flag.Lookup("test.parallel"); parallel.Value.String() == parallel.DefValue {
-		flag.Set("test.parallel", "4")
 	}
 	return kerneltest.Main(m)
 }
@@ -137,9 +132,10 @@ func become(via string) error {
 	return syscall.Exec(args[0], args, os.Environ())
 }
 
-// keepCapabilities takes all others from what this thread executes next
-// (capabilities(7): root gets the bounding set).
+// keepCapabilities takes all others from what this goroutine executes next
+// (capabilities(7): root gets the bounding set, which each thread has for itself).
 func keepCapabilities(keep []string) error {
+	runtime.LockOSThread()
 	last, err := os.ReadFile("/proc/sys/kernel/cap_last_cap")
 	if err != nil {
 		return err

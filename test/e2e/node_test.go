@@ -93,13 +93,19 @@ var addrMark = regexp.MustCompile(`@(\d)`)
 // text puts the node's addresses in: @1 is that of addr(1).
 func (n *node) text(policy string) string { return addrMark.ReplaceAllString(policy, n.net+"$1") }
 
-// write replaces the policy file in one step.
+// write replaces the policy.
 func (n *node) write(policy string) {
 	n.t.Helper()
-	tmp := n.policy + ".tmp"
+	n.save(n.policy, policy)
+}
+
+// save replaces a policy file in one step.
+func (n *node) save(path, policy string) {
+	n.t.Helper()
+	tmp := path + ".tmp"
 	err := os.WriteFile(tmp, []byte(n.text(policy)), 0o644)
 	if err == nil {
-		err = os.Rename(tmp, n.policy)
+		err = os.Rename(tmp, path)
 	}
 	if err != nil {
 		n.t.Fatal(err)
@@ -356,7 +362,9 @@ func (n *node) client(feature string, more ...string) *kerneltest.Client {
 	defer starting.Unlock()
 	os.Setenv(viaVar, string(via))
 	defer os.Unsetenv(viaVar)
-	return n.Start(from)
+	c := n.Start(from)
+	c.Close() // nothing: once it answers it is inside
+	return c
 }
 
 // dials connects n sockets, which stay open, and says how many passed; the others
@@ -377,14 +385,14 @@ func dials(t testing.TB, c *kerneltest.Client, addr string, n int, want syscall.
 	return passed
 }
 
-// wantDial fails unless one more connect returns want, and does not keep it.
-func wantDial(t testing.TB, c *kerneltest.Client, addr string, want syscall.Errno) {
+// wantDial fails unless one more connect to each address returns want, and keeps none.
+func wantDial(t testing.TB, c *kerneltest.Client, want syscall.Errno, addrs ...string) {
 	t.Helper()
-	fd, errno := c.Dial(kerneltest.TCP4, addr)
-	if errno != want {
-		t.Errorf("connect to %s: %v, want %v", addr, errno, want)
+	for i, errno := range c.Probe(kerneltest.TCP4, addrs) {
+		if errno != want {
+			t.Errorf("connect to %s: %v, want %v", addrs[i], errno, want)
+		}
 	}
-	c.Close(fd)
 }
 
 // slice is the directory of a compartment's slice.

@@ -109,11 +109,8 @@ func TestPlan(t *testing.T) {
 	generation := n.status().Generation
 
 	next := filepath.Join(n.dir, "next.yaml")
-	text := n.text(strings.NewReplacer("connections: 12", "connections: 5", "qwen:", "zhipu:",
+	n.save(next, strings.NewReplacer("connections: 12", "connections: 5", "qwen:", "zhipu:",
 		"chat:  {class: realtime", "chat: {class: timely, match: [{cgroup: /apps/*}]").Replace(shares))
-	if err := os.WriteFile(next, []byte(text), 0o644); err != nil {
-		t.Fatal(err)
-	}
 	r = n.run("plan", next)
 	wantResult(t, r, 2)
 	wantWords(t, r.stdout, "feature_provider batch/deepseek: 12 -> 5", "12 in use now", "qwen", "zhipu", "realtime", "timely", "/apps/chat")
@@ -149,11 +146,10 @@ func TestPlan(t *testing.T) {
 		t.Errorf("adopt %v, release %v", doc.Adopt, doc.Release)
 	}
 
-	n.write(wrong)
-	r = n.run("plan", n.policy)
+	n.save(next, wrong)
+	r = n.run("plan", next)
 	wantResult(t, r, 1)
 	wantPlaces(t, r.stderr)
-	n.write(shares)
 	n.wantState(before)
 	if g := n.status().Generation; g != generation {
 		t.Errorf("generation %d, want %d", g, generation)
@@ -167,9 +163,7 @@ func TestPolicyDirectory(t *testing.T) {
 	n.policy = filepath.Join(n.dir, "policies")
 	put := func(name, text string) {
 		t.Helper()
-		if err := os.WriteFile(filepath.Join(n.policy, name), []byte(n.text(text)), 0o644); err != nil {
-			t.Fatal(err)
-		}
+		n.save(filepath.Join(n.policy, name), text)
 	}
 	if err := os.Mkdir(n.policy, 0o755); err != nil {
 		t.Fatal(err)
@@ -181,12 +175,12 @@ func TestPolicyDirectory(t *testing.T) {
 	n.start()
 	client := n.client("chat")
 	dials(t, client, n.addr(1), 2, 0)
-	wantDial(t, client, n.addr(1), syscall.ECONNREFUSED)
+	wantDial(t, client, syscall.ECONNREFUSED, n.addr(1))
 
 	put("30-batch.yaml", head+"features:\n  chat: {class: batch}\n")
 	n.wantRun(1, []string{"30-batch.yaml:4:3: ", "20-chat.yaml:4:3"}, "reload")
 	put("30-batch.yaml", head+"features:\n  batch: {class: batch}\n")
 	n.must("reload")
 	n.exec("batch", "true")
-	wantDial(t, client, n.addr(1), syscall.ECONNREFUSED)
+	wantDial(t, client, syscall.ECONNREFUSED, n.addr(1))
 }

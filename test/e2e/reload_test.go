@@ -66,12 +66,12 @@ func TestReload(t *testing.T) {
 	// A lowered cap cuts nobody: it refuses until the count has fallen below it.
 	n.write(capped(3))
 	n.wantLimit(3, 4)
-	wantDial(t, client, n.addr(1), syscall.ECONNREFUSED)
+	wantDial(t, client, syscall.ECONNREFUSED, n.addr(1))
 	n.wantCounts(map[string]counts{cappedName: {3, 5, 5, 5, 2}})
 	client.Close(fds[0], fds[1])
-	wantDial(t, client, n.addr(1), syscall.ECONNREFUSED)
+	wantDial(t, client, syscall.ECONNREFUSED, n.addr(1))
 	client.Close(fds[2])
-	wantDial(t, client, n.addr(1), 0)
+	wantDial(t, client, 0, n.addr(1))
 
 	m := n.scrape()
 	if m[series("policy_last_reload_successful")] != 1 || m[series("policy_reload_failures_total")] != 0 {
@@ -176,7 +176,7 @@ func TestBadReload(t *testing.T) {
 			t.Errorf("condition %+v, want one with %q", c, bad.word)
 		}
 		n.logged("the policy was refused", bad.word)
-		wantDial(t, client, n.addr(1), syscall.ECONNREFUSED)
+		wantDial(t, client, syscall.ECONNREFUSED, n.addr(1))
 		n.wantState(state)
 	}
 
@@ -211,10 +211,8 @@ func TestHalfWritten(t *testing.T) {
 			t.Fatal(err)
 		}
 		for _, half := range []string{text[:len(text)/2], text[len(text)/2:]} {
-			for range 5 {
-				wantDial(t, client, n.addr(1), syscall.ECONNREFUSED)
-				refused++
-			}
+			wantDial(t, client, syscall.ECONNREFUSED, n.addr(1), n.addr(1), n.addr(1))
+			refused += 3
 			if _, err := f.WriteString(half); err != nil {
 				t.Fatal(err)
 			}
@@ -229,7 +227,7 @@ func TestHalfWritten(t *testing.T) {
 	}
 }
 
-var atPlace = regexp.MustCompile(`policy\.yaml:(\d+):\d+: `)
+var atPlace = regexp.MustCompile(`(?m)^/.*\.yaml:(\d+):\d+: `)
 
 // wrong has faults in the lines that wrongLines lists.
 const wrong = `apiVersion: bulkhead/v1
@@ -279,7 +277,7 @@ func TestBadStart(t *testing.T) {
 	n.write(wrong)
 	wantPlaces(t, n.run(n.agentCommand()...).stderr)
 	n.wantState(before)
-	wantDial(t, client, n.addr(1), syscall.ECONNREFUSED)
+	wantDial(t, client, syscall.ECONNREFUSED, n.addr(1))
 }
 
 // hooks are where bulkhead may attach programs.
