@@ -20,7 +20,6 @@ import (
 
 	"bulkhead/pkg/cgroup"
 	"bulkhead/pkg/conn"
-	"bulkhead/pkg/policy"
 )
 
 const port = 9001
@@ -275,11 +274,7 @@ func (l *lab) attachEmpty(dir string) (map[string]*ebpf.Program, error) {
 // attachOurs puts a policy in force at dir, with inner as feature f, tenant t if the
 // policy has one.
 func (l *lab) attachOurs(dir, inner, text string) error {
-	f, err := policy.Parse("bench", []byte(text))
-	if err != nil {
-		return err
-	}
-	plan, _, err := policy.Compile(f)
+	plan, err := compiled(text)
 	if err != nil {
 		return err
 	}

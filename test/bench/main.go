@@ -101,7 +101,17 @@ func run(rounds, connects int, output, only string) error {
 			Hooks: hooks[i],
 		})
 	}
-	return print(results, output)
+	applies, err := lab.applyTimes(11)
+	if err != nil {
+		return err
+	}
+	return print(report{results, applies}, output)
+}
+
+// report is what one run gives.
+type report struct {
+	Connects []result  `json:"connects"`
+	Applies  []applied `json:"applies"`
 }
 
 // hookMedians measures the hooks of every configuration, in turns again.
@@ -157,17 +167,27 @@ func quantile(v []float64, q float64) float64 {
 	return s[min(int(q*float64(len(s))), len(s)-1)]
 }
 
-func print(results []result, output string) error {
+func print(all report, output string) error {
+	results := all.Connects
 	if output == "json" {
 		e := json.NewEncoder(os.Stdout)
 		e.SetIndent("", "  ")
-		return e.Encode(results)
+		return e.Encode(all)
 	}
 	w := tabwriter.NewWriter(os.Stdout, 0, 0, 2, ' ', tabwriter.AlignRight)
 	fmt.Fprintln(w, "connect+close\tmedian us\tp99 of rounds us\tover none us\tover empty us\tratio to empty\tin hooks ns: connect\tsockops\trelease\t")
 	for _, r := range results {
 		fmt.Fprintf(w, "%s\t%.2f\t%.2f\t%+.2f\t%+.2f\t%.3f\t%.0f\t%.0f\t%.0f\t\n", r.Name, r.Median/1e3, r.P99/1e3, r.OverNone/1e3, r.OverEmpty/1e3,
 			r.Median/results[1].Median, r.Hooks["connect4"], r.Hooks["sockops"], r.Hooks["sock_release"])
+	}
+	if err := w.Flush(); err != nil {
+		return err
+	}
+	fmt.Println()
+	w = tabwriter.NewWriter(os.Stdout, 0, 0, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprintln(w, "apply a plan\tcompile ms\tfirst ms, with load and attach\tagain ms\t")
+	for _, a := range all.Applies {
+		fmt.Fprintf(w, "%s\t%.0f\t%.0f\t%.0f\t\n", a.Name, a.Compile, a.First, a.Apply)
 	}
 	return w.Flush()
 }
