@@ -10,10 +10,22 @@
 
 /* Fixed at load. */
 const volatile __u32 have_retval = 1; /* bpf_set_retval and bpf_get_retval: kernel 5.18 */
+const volatile __u32 have_comm = 1;   /* bpf_get_current_comm: CAP_PERFMON */
 
+#define EPERM 1
 #define EEXIST 17
 #define RACES 64 /* lost compare-and-swaps in a row before a place counts as contended */
 #define ROUNDS 3 /* the whole admission: once, and at most twice again */
+
+/*
+ * Every loop is unrolled, so that indices are constants. Without CAP_PERFMON the
+ * verifier refuses other arithmetic on pointers, and follows a loop's counter beyond
+ * its end, where speculation may go.
+ */
+#define unrolled _Pragma("unroll")
+
+/* Over the first n of at most MAX_HOLDS. */
+#define for_holds(i, n) unrolled for (int i = 0; i < MAX_HOLDS && i < (n); i++)
 
 static __always_inline void count(__u32 total)
 {
@@ -33,14 +45,33 @@ static __always_inline void note_cookie(__u64 cookie, int change)
 		__sync_fetch_and_add(n, change);
 }
 
-static __always_inline struct slot *find_slot(__u64 *cookie)
+static __always_inline int may_have_slot(__u64 cookie)
 {
-	__u32 at = *cookie & (COOKIES - 1);
+	__u32 at = cookie & (COOKIES - 1);
 	__u32 *n = bpf_map_lookup_elem(&cookies, &at);
 
-	if (n && !*(volatile __u32 *)n)
+	return !n || *(volatile __u32 *)n;
+}
+
+/* The part of a word that says whose it is. */
+#define WORD_COOKIE(cookie) ((cookie) << 40)
+#define WORD_COOKIE_MASK (0xffffffULL << 40)
+
+/*
+ * The slot of a socket and, in *seen, its word. None if the element was deleted and
+ * reused for another socket before its word was read.
+ */
+static __always_inline struct slot *find_slot(__u64 *cookie, __u64 *seen)
+{
+	struct slot *s;
+
+	if (!may_have_slot(*cookie))
 		return 0;
-	return bpf_map_lookup_elem(&slots, cookie);
+	s = bpf_map_lookup_elem(&slots, cookie);
+	if (!s)
+		return 0;
+	*seen = *(volatile __u64 *)&s->word;
+	return (*seen & WORD_COOKIE_MASK) == WORD_COOKIE(*cookie) ? s : 0;
 }
 
 /* Only one of those who delete an entry succeeds, so the filter is lowered once. */
@@ -50,33 +81,47 @@ static __always_inline void delete_slot(__u64 *cookie)
 		note_cookie(*cookie, -1);
 }
 
+enum taken {
+	TAKEN = 0,
+	FULL = 1,
+	RACED = 2, /* somebody else changed the count meanwhile */
+};
+
 /*
- * Take one place of a bulkhead, never above the limit. 0 taken, 1 full,
- * 2 contended. A global function, so that the verifier looks at its loop once and
- * not for every hold of every round.
+ * One try to take a place of a bulkhead, never above the limit. The verifier looks at
+ * a global function once, and not for every hold of every round.
  */
-__noinline int take_place(__u32 index, __u32 limit)
+__noinline int try_place(__u32 index, __u32 limit)
 {
 	struct bulkhead *b = bpf_map_lookup_elem(&bulkheads, &index);
-	__u64 *word = (__u64 *)b;
+	__u64 *word = (__u64 *)b, old, in_use, peak;
 
 	if (!b)
-		return 1;
-	for (int i = 0; i < RACES; i++) {
-		__u64 old = *(volatile __u64 *)word;
-		__u64 in_use = old & 0xffffffffU, peak = old >> 32;
+		return FULL;
+	old = *(volatile __u64 *)word;
+	in_use = old & 0xffffffffU;
+	peak = old >> 32;
+	if (in_use >= limit)
+		return FULL;
+	in_use++;
+	if (peak < in_use)
+		peak = in_use;
+	if (__sync_val_compare_and_swap(word, old, peak << 32 | in_use) != old)
+		return RACED;
+	__sync_fetch_and_add(&b->accepted, 1);
+	return TAKEN;
+}
 
-		if (in_use >= limit)
-			return 1;
-		in_use++;
-		if (peak < in_use)
-			peak = in_use;
-		if (__sync_val_compare_and_swap(word, old, peak << 32 | in_use) == old) {
-			__sync_fetch_and_add(&b->accepted, 1);
-			return 0;
-		}
+/* Take a place, or FULL, or RACED if every try lost. */
+__noinline int take_place(__u32 index, __u32 limit)
+{
+	unrolled for (int i = 0; i < RACES; i++) {
+		int got = try_place(index, limit);
+
+		if (got != RACED)
+			return got;
 	}
-	return 2;
+	return RACED;
 }
 
 /*
@@ -114,7 +159,7 @@ static __always_inline int swap_slot(struct slot *s, __u64 seen, __u64 bits)
 		return 0;
 	if (seen & SLOT_RELEASED)
 		return 1;
-	for (int i = 0; i < MAX_HOLDS && i < n; i++)
+	for_holds(i, n)
 		give_place(held[i], 0);
 	return 1;
 }
@@ -127,8 +172,9 @@ static __always_inline int release_slot(struct slot *s, __u64 seen)
 
 /*
  * Give back what an earlier connection of the socket still holds, and remove the
- * entry, so that the next may be inserted. 0 if another thread is doing so: UDP sends
- * run without the socket's lock.
+ * entry, so that the next may be inserted. 0 if somebody else is doing so or has
+ * changed the word: another thread's UDP send, which runs without the socket's lock,
+ * or the agent.
  */
 static __always_inline int replace_slot(struct slot *s, __u64 seen, __u64 *cookie)
 {
@@ -138,102 +184,156 @@ static __always_inline int replace_slot(struct slot *s, __u64 seen, __u64 *cooki
 	return 1;
 }
 
-/* A word that no admission had before, on any CPU, in the life of the maps. */
-static __always_inline __u64 new_word(void)
+enum cleared {
+	CLEARED = 0,	/* the socket has no slot now */
+	KEPT = 1,	/* it has one for this very traffic */
+	UNCLEARED = 2,	/* its entry did not go away */
+};
+
+#define REPLACES 64 /* looks at an entry that somebody is about to delete */
+
+/* One try of clear_slot. Global for the verifier's sake, and so is clear_slot. */
+__noinline int try_clear(__u64 cookie, __u32 same)
 {
-	__u32 zero = 0;
-	__u64 *next = bpf_map_lookup_elem(&admissions, &zero);
-	__u64 n;
+	__u64 seen;
+	struct slot *old = find_slot(&cookie, &seen);
 
-	if (!next)
-		return 0;
-	n = __sync_fetch_and_add(next, 1) + 1; /* atomic: a task of this CPU may interrupt */
-	return n << 18 | (__u64)(bpf_get_smp_processor_id() & 0xffff) << 2;
-}
-
-/* Note a refusal, or one that observe mode let through; told once a second a route. */
-static __always_inline void refused(struct route *r, __u32 i, __u32 why, const __u8 *addr, __u16 port, __u8 proto)
-{
-	__u32 observe = r->flags & ROUTE_OBSERVE, at = r->traffic;
-	struct bulkhead *b;
-	struct refusal *f;
-	__u64 now, last;
-
-	if (i >= MAX_HOLDS)
-		return;
-	b = bpf_map_lookup_elem(&bulkheads, &r->holds[i].bulkhead);
-	if (b)
-		__sync_fetch_and_add(observe ? &b->would_reject[why & 1] : &b->rejected[why & 1], 1);
-	f = bpf_map_lookup_elem(&refusals, &at);
-	if (!f)
-		return;
-	__sync_fetch_and_add(&f->total, 1);
-	now = bpf_ktime_get_ns();
-	last = *(volatile __u64 *)&f->claimed_ns;
-	if (now - last < 1000000000ULL && last)
-		return;
-	if (__sync_val_compare_and_swap(&f->claimed_ns, last, now) != last)
-		return;
-	f->pid = bpf_get_current_pid_tgid() >> 32;
-	f->bulkhead = r->holds[i].bulkhead;
-	f->limit = r->holds[i].limit;
-	f->err = r->err[i];
-	f->port = port;
-	f->reason = why;
-	f->observed = observe;
-	f->proto = proto;
-	__builtin_memcpy(f->addr, addr, 16);
-	bpf_get_current_comm(f->comm, sizeof(f->comm));
-	*(volatile __u64 *)&f->at_ns = now;
+	if (!old)
+		return CLEARED;
+	if (!(seen & SLOT_RELEASED) && old->traffic == same)
+		return KEPT;
+	return replace_slot(old, seen, &cookie) ? CLEARED : UNCLEARED;
 }
 
 /*
- * Take every bulkhead on the route, or none. -1 if taken; else the index of the
- * hold that was in the way, with its reason in *why.
+ * Make room for a socket's next slot, unless the one it has is for this traffic
+ * (NO_INDEX if that does not count).
+ */
+__noinline int clear_slot(__u64 cookie, __u32 same)
+{
+	unrolled for (int i = 0; i < REPLACES; i++) {
+		int got = try_clear(cookie, same);
+
+		if (got != UNCLEARED)
+			return got;
+		/* Somebody else is at it, for a moment: look again. */
+	}
+	count(TOTAL_UNCOUNTED);
+	return UNCLEARED;
+}
+
+/* A word that no admission had before, on any CPU, in the life of the maps. */
+static __always_inline __u64 new_word(__u64 cookie)
+{
+	__u32 zero = 0;
+	__u64 *next = bpf_map_lookup_elem(&admissions, &zero);
+	__u64 n = 0;
+
+	if (next)
+		n = __sync_fetch_and_add(next, 1); /* atomic: a task of this CPU may interrupt */
+	/* 27 bits of count for each of 2048 CPUs, and the socket's own 24. */
+	return WORD_COOKIE(cookie) | (n & 0x7ffffff) << 13 | (__u64)(bpf_get_smp_processor_id() & 0x7ff) << 2;
+}
+
+static __always_inline struct route *route_at(__u32 idx, __u32 at)
+{
+	void *rs = bpf_map_lookup_elem(&routes, &idx);
+
+	return rs ? bpf_map_lookup_elem(rs, &at) : 0;
+}
+
+/* What was in the way: which hold of the route, and enum reason. Never 0. */
+#define BLOCKED(hold, reason) ((hold) + 1 | (reason) << 8)
+#define BLOCKED_BY(blocked) (((blocked) & 0xff) - 1)
+#define BLOCKED_WHY(blocked) ((blocked) >> 8)
+
+#define FULL_AT_ONCE (1 << 16) /* seen by reading, before anything was taken */
+
+/*
+ * One try to take every bulkhead on route at of generation idx: 0, or none and what
+ * was in the way. Global for the verifier's sake.
  *
  * It reads first and takes second. Adding and backing out shows samples above
  * the limit, and a flood on a full provider would make connects to another one
  * fail; reading first touches nothing when something is full.
  */
-static __always_inline int take_route(struct route *r, __u32 *why)
+__noinline int try_route(__u32 idx, __u32 at)
 {
-	__u32 n = r->n;
-	int blocked = -1;
+	struct route *r = route_at(idx, at);
+	int blocked = 0;
+	__u32 n;
 
-	for (int round = 0; round < ROUNDS; round++) {
-		int taken;
+	if (!r)
+		return 0;
+	n = r->n;
+	for_holds(i, n) {
+		__u32 index = r->holds[i].bulkhead;
+		struct bulkhead *b = bpf_map_lookup_elem(&bulkheads, &index);
 
-		for (int i = 0; i < MAX_HOLDS && i < n; i++) {
-			struct bulkhead *b = bpf_map_lookup_elem(&bulkheads, &r->holds[i].bulkhead);
-
-			if (b && *(volatile __u32 *)&b->in_use >= r->holds[i].limit) {
-				*why = REASON_FULL;
-				return i;
-			}
-		}
-		blocked = -1;
-		for (taken = 0; taken < MAX_HOLDS && taken < n; taken++) {
-			int got = take_place(r->holds[taken].bulkhead, r->holds[taken].limit);
-
-			if (got) {
-				*why = got == 1 ? REASON_FULL : REASON_CONTENDED;
-				blocked = taken;
-				break;
-			}
-		}
-		if (blocked < 0)
-			return -1;
-		for (int i = 0; i < MAX_HOLDS && i < blocked; i++)
-			give_place(r->holds[i].bulkhead, 1);
+		if (b && *(volatile __u32 *)&b->in_use >= r->holds[i].limit)
+			return BLOCKED(i, REASON_FULL) | FULL_AT_ONCE;
 	}
+	for_holds(i, n) {
+		int got = take_place(r->holds[i].bulkhead, r->holds[i].limit);
+
+		if (got != TAKEN) {
+			blocked = BLOCKED(i, got == FULL ? REASON_FULL : REASON_CONTENDED);
+			break;
+		}
+	}
+	if (!blocked)
+		return 0;
+	for_holds(i, BLOCKED_BY(blocked))
+		give_place(r->holds[i].bulkhead, 1);
 	return blocked;
 }
 
-/* Take every bulkhead of a route that only observes, whatever its limits. */
-static __always_inline void take_route_anyway(struct route *r)
+/* Take every bulkhead on a route, trying again what lost a race. Returns as try_route. */
+static __always_inline int take_route(__u32 idx, __u32 at)
 {
-	for (int i = 0; i < MAX_HOLDS && i < r->n; i++)
-		take_place(r->holds[i].bulkhead, NO_LIMIT);
+	int blocked = 0;
+
+	unrolled for (int round = 0; round < ROUNDS; round++) {
+		blocked = try_route(idx, at);
+		if (!blocked || blocked & FULL_AT_ONCE)
+			break;
+	}
+	return blocked & (FULL_AT_ONCE - 1);
+}
+
+/* Take every bulkhead of a route that only observes, whatever its limits. */
+__noinline int take_route_anyway(__u32 idx, __u32 at)
+{
+	struct route *r = route_at(idx, at);
+
+	if (!r)
+		return 0;
+	for_holds(i, r->n) {
+		__u32 index = r->holds[i].bulkhead;
+		struct bulkhead *b;
+
+		if (take_place(index, NO_LIMIT) == TAKEN)
+			continue;
+		/* Contended: what the slot names must be taken, if at the price of the peak. */
+		b = bpf_map_lookup_elem(&bulkheads, &index);
+		if (b) {
+			__sync_fetch_and_add((__u64 *)b, 1);
+			__sync_fetch_and_add(&b->accepted, 1);
+		}
+	}
+	return 0;
+}
+
+/* Give back every bulkhead of a route whose slot could not be kept. */
+__noinline int give_route(__u32 idx, __u32 at)
+{
+	struct route *r = route_at(idx, at);
+
+	if (!r)
+		return 0;
+	for_holds(i, r->n)
+		give_place(r->holds[i].bulkhead, 1);
+	return 0;
 }
 
 static __always_inline void count_connection(__u32 at)
@@ -254,33 +354,98 @@ struct ask {
 };
 
 /*
- * Admit one connection to a route: 0, with its slot taken, or the errno to fail
- * with. A slot of an earlier connection of the socket must be released before.
+ * Note a refusal on route at, or one that observe mode let through; told once a second
+ * a route. The errno to fail with. Global for the verifier's sake, and so of scalars:
+ * the address in two halves, protocol << 16 | port.
  */
-static __always_inline int admit(struct route *r, const struct ask *q)
+__noinline int refused(__u64 route, __u32 blocked, __u32 port, __u64 addr0, __u64 addr1)
 {
-	__u32 why = REASON_FULL;
+	struct route *r = route_at(route >> 32, (__u32)route);
+	__u32 at, bulkhead = 0, limit = 0, err = EPERM, observe;
+	struct refusal *f;
+	struct bulkhead *b;
+	__u64 now, last;
+
+	if (!r)
+		return EPERM;
+	for_holds(i, MAX_HOLDS) {
+		if (i != BLOCKED_BY(blocked))
+			continue;
+		bulkhead = r->holds[i].bulkhead;
+		limit = r->holds[i].limit;
+		err = r->err[i];
+	}
+	observe = r->flags & ROUTE_OBSERVE;
+	b = bpf_map_lookup_elem(&bulkheads, &bulkhead);
+	if (b) {
+		/* One addition to the pointer, of a number that the verifier can bound. */
+		__u32 which = (BLOCKED_WHY(blocked) & 1) + (observe ? REASONS : 0);
+
+		asm volatile("" : "+r"(which));
+		__sync_fetch_and_add((__u64 *)((char *)b + offsetof(struct bulkhead, rejected)) + (which & 3), 1);
+	}
+	at = r->traffic;
+	f = bpf_map_lookup_elem(&refusals, &at);
+	if (!f)
+		return err;
+	__sync_fetch_and_add(&f->total, 1);
+	now = bpf_ktime_get_ns();
+	last = *(volatile __u64 *)&f->claimed_ns;
+	if (now - last < 1000000000ULL && last)
+		return err;
+	if (__sync_val_compare_and_swap(&f->claimed_ns, last, now) != last)
+		return err;
+	f->pid = bpf_get_current_pid_tgid() >> 32;
+	f->bulkhead = bulkhead;
+	f->limit = limit;
+	f->err = err;
+	f->port = port;
+	f->reason = BLOCKED_WHY(blocked);
+	f->observed = observe;
+	f->proto = port >> 16;
+	__builtin_memcpy(f->addr, &addr0, 8);
+	__builtin_memcpy(f->addr + 8, &addr1, 8);
+	if (have_comm)
+		bpf_get_current_comm(f->comm, sizeof(f->comm));
+	*(volatile __u64 *)&f->at_ns = now;
+	return err;
+}
+
+/*
+ * Admit one connection to route at of generation idx: 0, with its slot taken, or the
+ * errno to fail with. A slot of an earlier connection of the socket must be released
+ * before.
+ */
+static __always_inline int admit(__u32 idx, __u32 at, const struct ask *q)
+{
+	int blocked = take_route(idx, at);
+	struct route *r = route_at(idx, at);
 	struct slot s = {};
-	int blocked;
 	long err;
 
-	blocked = take_route(r, &why);
-	if (blocked >= 0) {
-		refused(r, blocked, why, q->addr, q->port, q->proto);
+	if (!r)
+		return 0;
+	if (blocked) {
+		__u64 half[2];
+		int no;
+
+		__builtin_memcpy(half, q->addr, 16);
+		no = refused((__u64)idx << 32 | at, blocked, (__u32)q->proto << 16 | q->port, half[0], half[1]);
 		if (!(r->flags & ROUTE_OBSERVE))
-			return blocked < MAX_HOLDS ? r->err[blocked] : 1;
-		take_route_anyway(r);
+			return no;
+		take_route_anyway(idx, at);
 	}
 
-	s.word = new_word();
+	s.word = new_word(q->cookie);
 	s.born_ns = bpf_ktime_get_ns();
 	s.netns = q->netns;
 	s.traffic = r->traffic;
 	s.n = r->n;
-	for (int i = 0; i < MAX_HOLDS; i++)
+	for_holds(i, MAX_HOLDS)
 		s.bulkheads[i] = r->holds[i].bulkhead;
 	s.pid = bpf_get_current_pid_tgid() >> 32;
-	bpf_get_current_comm(s.comm, sizeof(s.comm));
+	if (have_comm)
+		bpf_get_current_comm(s.comm, sizeof(s.comm));
 	__builtin_memcpy(s.addr, q->addr, 16);
 	s.port = q->port;
 	s.proto = q->proto;
@@ -289,8 +454,7 @@ static __always_inline int admit(struct route *r, const struct ask *q)
 	err = bpf_map_update_elem(&slots, &q->cookie, &s, BPF_NOEXIST);
 	if (err) {
 		note_cookie(q->cookie, -1);
-		for (int i = 0; i < MAX_HOLDS && i < r->n; i++)
-			give_place(r->holds[i].bulkhead, 1);
+		give_route(idx, at);
 		/* Another thread sent through this UDP socket and its slot counts. */
 		if (err == -EEXIST)
 			return 0;

@@ -31,8 +31,6 @@ static __always_inline int judge(struct bpf_sock_addr *ctx, struct dest_key *key
 	struct ask q = {};
 	__u32 zero = 0, idx, provider = PROVIDER_OTHER;
 	struct control_word *c = bpf_map_lookup_elem(&control, &zero);
-	struct slot *old;
-	struct route *r;
 	struct gen *g;
 	struct who who;
 	__u64 word;
@@ -50,30 +48,33 @@ static __always_inline int judge(struct bpf_sock_addr *ctx, struct dest_key *key
 	if (q.proto != IPPROTO_TCP && (q.proto != IPPROTO_UDP || !g->udp))
 		return ALLOW;
 	q.port = bpf_ntohs((__u16)ctx->user_port);
-	if (near(g, key->addr, ipv4))
+	if (near(idx, key->addr, ipv4))
 		provider = provider_of(idx, key, q.proto, q.port);
 	who = who_connects(idx, g, word >> 1);
 	q.cookie = bpf_get_socket_cookie(ctx);
-	old = find_slot(&q.cookie);
-	if (old) {
-		__u64 seen = *(volatile __u64 *)&old->word;
+	/*
+	 * The hook runs only for a socket whose old association is over. But UDP has one
+	 * slot for each (socket, provider): more datagrams to the same change nothing.
+	 */
+	if (may_have_slot(q.cookie)) {
+		__u32 same = NO_INDEX;
 
-		/* One slot per (UDP socket, provider): more datagrams to the same change nothing. */
-		if (q.proto == IPPROTO_UDP && !(seen & SLOT_RELEASED)) {
-			r = route_of(idx, g, who.compartment, provider);
-			if (r && old->traffic == r->traffic)
-				return ALLOW;
+		if (q.proto == IPPROTO_UDP) {
+			struct route *r = route_at(idx, route_of(g, who.compartment, provider));
+
+			if (r)
+				same = r->traffic;
 		}
-		/* The hook runs only for a socket whose old association is over. */
-		if (!replace_slot(old, seen, &q.cookie))
+		if (clear_slot(q.cookie, same) != CLEARED)
 			return ALLOW;
 	}
 	if (who.compartment == COMPARTMENT_PROTECTED)
 		return ALLOW;
+	/* Nothing without a protocol of its own means UDP: a name lookup connects it too. */
+	if (provider == PROVIDER_OTHER && q.proto == IPPROTO_UDP)
+		return ALLOW;
 	if (provider == PROVIDER_OTHER && who.other != NO_INDEX) {
-		/* A name lookup's UDP connects to nobody of ours are not connections. */
-		if (q.proto == IPPROTO_TCP)
-			count_connection(who.other);
+		count_connection(who.other);
 		return ALLOW;
 	}
 
@@ -82,13 +83,10 @@ static __always_inline int judge(struct bpf_sock_addr *ctx, struct dest_key *key
 		count(TOTAL_REFUSED_EARLIER);
 		return ALLOW;
 	}
-	r = route_of(idx, g, who.compartment, provider);
-	if (!r)
-		return ALLOW;
 	__builtin_memcpy(q.addr, key->addr, 16);
 	q.netns = bpf_get_netns_cookie(ctx);
 	q.header = (ipv4 ? 20 : 40) + TCP_HEADER;
-	err = admit(r, &q);
+	err = admit(idx, route_of(g, who.compartment, provider), &q);
 	if (!err)
 		return ALLOW;
 	if (have_retval)
@@ -110,10 +108,9 @@ static __always_inline int judge6(struct bpf_sock_addr *ctx)
 {
 	struct dest_key key = {.prefixlen = 128};
 	__u32 a[4] = {ctx->user_ip6[0], ctx->user_ip6[1], ctx->user_ip6[2], ctx->user_ip6[3]};
-	int mapped = !a[0] && !a[1] && a[2] == bpf_htonl(0xffff);
 
 	__builtin_memcpy(key.addr, a, 16);
-	return judge(ctx, &key, mapped);
+	return judge(ctx, &key, !a[0] && !a[1] && a[2] == bpf_htonl(0xffff));
 }
 
 SEC("cgroup/connect4")
@@ -160,16 +157,9 @@ static __always_inline void count_bytes(struct bpf_sock_ops *ctx, struct slot *s
 	} else {
 		/* The SYN counts as one byte of bytes_acked. */
 		__u64 sent = ctx->bytes_acked - 1 + (__u32)(ctx->snd_nxt - ctx->snd_una);
-		__u32 again = ctx->total_retrans - s->syn_retrans, data = ctx->data_segs_out, size = 0;
 		int fin = old == BPF_TCP_FIN_WAIT2 || old == BPF_TCP_LAST_ACK || old == BPF_TCP_CLOSING;
 
-		/* What was sent again was as large as what was sent on average. */
-		if (data > again) {
-			size = (sent + (data - again) - 1) / (data - again);
-			if (size > ctx->mss_cache)
-				size = ctx->mss_cache;
-		}
-		tx = header * ctx->segs_out + sent + (__u64)again * size + (ts ? SYN_OPTIONS - TCP_TIMESTAMPS : SYN_OPTIONS);
+		tx = header * ctx->segs_out + sent + s->resent + (ts ? SYN_OPTIONS - TCP_TIMESTAMPS : SYN_OPTIONS);
 		rx = header * ctx->segs_in + ctx->bytes_received + (ts ? SYNACK_OPTIONS : SYNACK_OPTIONS + 4);
 		if (fin)
 			tx -= 1; /* so does the FIN */
@@ -191,7 +181,6 @@ static __always_inline void established(struct bpf_sock_ops *ctx, struct slot *s
 	/* Search the SYN-ACK for the timestamps option (kind 8, RFC 7323). */
 	__u8 option[12] = {8};
 
-	s->syn_retrans = ctx->total_retrans;
 	if (bpf_load_hdr_opt(ctx, option, sizeof(option), 0) > 0) {
 		s->flags |= SLOT_TIMESTAMPS;
 		s->header += TCP_TIMESTAMPS;
@@ -202,12 +191,13 @@ static __always_inline void established(struct bpf_sock_ops *ctx, struct slot *s
 SEC("sockops")
 int bh_sockops(struct bpf_sock_ops *ctx)
 {
-	__u64 cookie;
+	__u64 cookie, seen;
 	struct slot *s;
 
 	switch (ctx->op) {
 	case BPF_SOCK_OPS_TCP_CONNECT_CB:
 	case BPF_SOCK_OPS_ACTIVE_ESTABLISHED_CB:
+	case BPF_SOCK_OPS_RETRANS_CB:
 		break;
 	case BPF_SOCK_OPS_STATE_CB:
 		if (ctx->args[1] == BPF_TCP_CLOSE || ctx->args[1] == BPF_TCP_FIN_WAIT2)
@@ -217,16 +207,24 @@ int bh_sockops(struct bpf_sock_ops *ctx)
 		return 1;
 	}
 	cookie = bpf_get_socket_cookie(ctx);
-	s = find_slot(&cookie);
+	s = find_slot(&cookie, &seen);
 	if (!s)
 		return 1;
 
+	if (ctx->op == BPF_SOCK_OPS_RETRANS_CB) {
+		/* args: first sequence number, segments. The last one may be short. */
+		__u32 most = ctx->args[1] * ctx->mss_cache, left = ctx->snd_nxt - ctx->args[0];
+
+		if (s->flags & SLOT_ESTABLISHED)
+			s->resent += left < most ? left : most;
+		return 1;
+	}
 	if (ctx->op == BPF_SOCK_OPS_STATE_CB) {
 		if (ctx->args[1] == BPF_TCP_FIN_WAIT2) {
 			s->fin_segs = ctx->segs_out;
 			return 1;
 		}
-		release_slot(s, *(volatile __u64 *)&s->word);
+		release_slot(s, seen);
 		count_bytes(ctx, s);
 		delete_slot(&cookie);
 		return 1;
@@ -236,7 +234,7 @@ int bh_sockops(struct bpf_sock_ops *ctx)
 	 * OR: another program's flags are its own. Again when established, since
 	 * another program may have cleared ours in between.
 	 */
-	bpf_sock_ops_cb_flags_set(ctx, ctx->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_STATE_CB_FLAG);
+	bpf_sock_ops_cb_flags_set(ctx, ctx->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_STATE_CB_FLAG | BPF_SOCK_OPS_RETRANS_CB_FLAG);
 	if (ctx->op == BPF_SOCK_OPS_TCP_CONNECT_CB)
 		s->flags |= SLOT_SENT;
 	else
@@ -252,12 +250,12 @@ int bh_sockops(struct bpf_sock_ops *ctx)
 SEC("cgroup/sock_release")
 int bh_sock_release(struct bpf_sock *ctx)
 {
-	__u64 cookie = bpf_get_socket_cookie(ctx);
-	struct slot *s = find_slot(&cookie);
+	__u64 cookie = bpf_get_socket_cookie(ctx), seen;
+	struct slot *s = find_slot(&cookie, &seen);
 
 	if (!s)
 		return 1;
-	release_slot(s, *(volatile __u64 *)&s->word);
+	release_slot(s, seen);
 	if (!(s->flags & SLOT_SENT))
 		delete_slot(&cookie);
 	return 1;
@@ -272,7 +270,7 @@ static __always_inline int count_udp(struct __sk_buff *skb, int out)
 {
 	struct bpf_sock *sk = skb->sk;
 	struct traffic_count *t;
-	__u64 cookie, bytes;
+	__u64 cookie, seen, bytes;
 	struct slot *s;
 	__u32 at;
 
@@ -282,8 +280,8 @@ static __always_inline int count_udp(struct __sk_buff *skb, int out)
 	if (!sk || sk->protocol != IPPROTO_UDP)
 		return 1;
 	cookie = bpf_get_socket_cookie(skb);
-	s = find_slot(&cookie);
-	if (!s || s->word & SLOT_RELEASED)
+	s = find_slot(&cookie, &seen);
+	if (!s || seen & SLOT_RELEASED)
 		return 1;
 	at = s->traffic;
 	t = bpf_map_lookup_elem(&traffic, &at);
@@ -312,9 +310,23 @@ int bh_ingress(struct __sk_buff *skb)
 SEC("syscall")
 int bh_retire(struct retire *a)
 {
-	__u64 cookie = a->cookie;
-	struct slot *s = find_slot(&cookie);
+	__u64 cookie = a->cookie, seen;
+	struct slot *s = find_slot(&cookie, &seen);
 
 	a->done = s ? release_slot(s, a->word) : 0;
+	return 0;
+}
+
+/*
+ * Delete a tombstone whose socket is proven gone. It is claimed first, as a hook does:
+ * the descriptor may still be open and connect at this very moment.
+ */
+SEC("syscall")
+int bh_bury(struct retire *a)
+{
+	__u64 cookie = a->cookie, seen;
+	struct slot *s = find_slot(&cookie, &seen);
+
+	a->done = s && a->word & SLOT_RELEASED ? replace_slot(s, a->word, &cookie) : 0;
 	return 0;
 }

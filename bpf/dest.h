@@ -3,19 +3,45 @@
 #ifndef BULKHEAD_DEST_H
 #define BULKHEAD_DEST_H
 
-#include "maps.h"
+#include "admit.h"
+
+/* A bit of struct gen's near. Global, so that the verifier knows one range of it only. */
+__noinline int near_bit(__u32 idx, __u32 bit)
+{
+	struct gen *g = bpf_map_lookup_elem(&gens, &idx);
+
+	return g ? g->near[bit >> 3 & (2 * NEAR_BITS / 8 - 1)] >> (bit & 7) & 1 : 0;
+}
 
 /* Whether any destination can match an address; see struct gen. */
-static __always_inline int near(struct gen *g, const __u8 *addr, int ipv4)
+static __always_inline int near(__u32 idx, const __u8 *addr, int ipv4)
 {
-	__u32 bit;
+	return near_bit(idx, ipv4 ? addr[12] << 8 | addr[13]
+				  : NEAR_BITS + ((addr[0] ^ addr[2]) << 8 | (addr[1] ^ addr[3])));
+}
 
-	if (ipv4) {
-		bit = addr[12] << 8 | addr[13];
-		return g->near4[bit >> 3 & (NEAR_BITS / 8 - 1)] >> (bit & 7) & 1;
+/* The provider of a port in ports[first .. first+n). Global for the verifier's sake. */
+__noinline int search_ports(__u32 idx, __u32 want, __u32 first, __u32 n)
+{
+	void *ranges = bpf_map_lookup_elem(&ports, &idx);
+	__u32 lo = first, hi = first + n;
+
+	if (!ranges)
+		return PROVIDER_OTHER;
+	unrolled for (int i = 0; i < 17; i++) { /* 2^17 > 65536 ranges */
+		__u32 mid = lo + (hi - lo) / 2;
+		struct port_range *r = bpf_map_lookup_elem(ranges, &mid);
+
+		if (!r || lo >= hi)
+			return PROVIDER_OTHER;
+		if (want < r->from)
+			hi = mid;
+		else if (want > r->to)
+			lo = mid + 1;
+		else
+			return r->provider;
 	}
-	bit = (addr[0] ^ addr[2]) << 8 | (addr[1] ^ addr[3]);
-	return g->near6[bit >> 3 & (NEAR_BITS / 8 - 1)] >> (bit & 7) & 1;
+	return PROVIDER_OTHER;
 }
 
 /*
@@ -37,28 +63,7 @@ static __always_inline __u32 provider_of(__u32 idx, struct dest_key *key, __u8 p
 		return PROVIDER_OTHER;
 	if (want >= d->from && want <= d->to)
 		return d->provider;
-	if (!d->n)
-		return PROVIDER_OTHER;
-
-	void *ranges = bpf_map_lookup_elem(&ports, &idx);
-	__u32 lo = d->more, hi = d->more + d->n;
-
-	if (!ranges)
-		return PROVIDER_OTHER;
-	for (int i = 0; i < 17 && lo < hi; i++) { /* 2^17 > 65536 ranges */
-		__u32 mid = lo + (hi - lo) / 2;
-		struct port_range *r = bpf_map_lookup_elem(ranges, &mid);
-
-		if (!r)
-			return PROVIDER_OTHER;
-		if (want < r->from)
-			hi = mid;
-		else if (want > r->to)
-			lo = mid + 1;
-		else
-			return r->provider;
-	}
-	return PROVIDER_OTHER;
+	return d->n ? search_ports(idx, want, d->more, d->n) : PROVIDER_OTHER;
 }
 
 /* Who connects, as the leaf cache has it. */
@@ -67,28 +72,51 @@ struct who {
 	__u32 other; /* see struct leaf */
 };
 
-static __always_inline struct route *route_of(__u32 idx, struct gen *g, __u32 compartment, __u32 provider)
+/* Where a compartment's route to a provider is; in no generation's map if it has none. */
+static __always_inline __u32 route_of(struct gen *g, __u32 compartment, __u32 provider)
 {
-	__u32 at = compartment * g->providers + provider;
-	void *rs = bpf_map_lookup_elem(&routes, &idx);
-
-	if (!rs || compartment == COMPARTMENT_PROTECTED)
-		return 0;
-	return bpf_map_lookup_elem(rs, &at);
+	return compartment == COMPARTMENT_PROTECTED ? NO_INDEX : compartment * g->providers + provider;
 }
 
 /* The traffic counter of a compartment's route to other, if that only counts. */
 static __always_inline __u32 other_of(__u32 idx, struct gen *g, __u32 compartment)
 {
-	struct route *r = route_of(idx, g, compartment, PROVIDER_OTHER);
+	struct route *r = route_at(idx, route_of(g, compartment, PROVIDER_OTHER));
 
 	return r && r->flags & ROUTE_COUNT_ONLY ? r->traffic : NO_INDEX;
 }
 
 /*
- * The compartment of the current task: the deepest of its cgroups that the
- * plan names. Only the depths that the plan uses are looked at, and only when the
- * leaf is not in the cache with the epoch in force.
+ * Walk from the current task's leaf towards the root, over the depths that the plan
+ * uses, deepest first: the first cgroup that the plan names decides. Global and
+ * unrolled for the verifier's sake.
+ */
+__noinline int find_compartment(__u32 idx)
+{
+	struct gen *g = bpf_map_lookup_elem(&gens, &idx);
+	void *in = bpf_map_lookup_elem(&comps, &idx);
+
+	if (!g || !in)
+		return COMPARTMENT_PROTECTED;
+	unrolled for (int i = 0; i < MAX_LEVELS; i++) {
+		__u64 id;
+		__u32 *c;
+
+		if (i >= g->levels)
+			break;
+		id = bpf_get_current_ancestor_cgroup_id(g->level[i]);
+		if (!id)
+			continue;
+		c = bpf_map_lookup_elem(in, &id);
+		if (c)
+			return *c;
+	}
+	return 0;
+}
+
+/*
+ * The compartment of the current task, from the leaf cache if it has it of the epoch
+ * in force.
  *
  * Processes in the root cgroup are never refused; kernel threads are there.
  */
@@ -98,7 +126,6 @@ static __always_inline struct who who_connects(__u32 idx, struct gen *g, __u64 e
 	__u64 cgroup = bpf_get_current_cgroup_id();
 	__u32 at = cgroup & (LEAVES - 1);
 	struct leaf *l;
-	void *in;
 
 	if (cgroup <= 1)
 		return w;
@@ -114,22 +141,7 @@ static __always_inline struct who who_connects(__u32 idx, struct gen *g, __u64 e
 	if (!(seq & 1) && v->seq == seq && was == cgroup && of == epoch)
 		return hit;
 
-	in = bpf_map_lookup_elem(&comps, &idx);
-	if (!in)
-		return w;
-	w.compartment = 0;
-	for (int i = 0; i < MAX_LEVELS && i < g->levels; i++) {
-		__u64 id = bpf_get_current_ancestor_cgroup_id(g->level[i]);
-		__u32 *c;
-
-		if (!id)
-			continue;
-		c = bpf_map_lookup_elem(in, &id);
-		if (c) {
-			w.compartment = *c;
-			break;
-		}
-	}
+	w.compartment = find_compartment(idx);
 	w.other = other_of(idx, g, w.compartment);
 
 	/* If another task of this CPU is at the same entry, let it have it. */

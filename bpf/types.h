@@ -15,8 +15,8 @@
 
 #define MAX_HOLDS 7	   /* bulkheads on one route: one of each scope */
 #define MAX_LEVELS 32	   /* distinct cgroup depths that one plan may name */
-#define MAX_BULKHEADS 16384
-#define MAX_ROUTES 16384   /* also: traffic counters */
+#define MAX_BULKHEADS 32768 /* twice the largest plan: one drains while the next comes */
+#define MAX_ROUTES 32768   /* also: traffic counters */
 #define MAX_SLOTS 131072   /* connections that hold something, node wide */
 #define COOKIES 65536	   /* entries of the filter before slots; a power of two */
 #define LEAVES 512	   /* leaf cache entries per CPU; a power of two */
@@ -29,7 +29,7 @@ enum constant {
 	NO_LIMIT = 0xffffffff,
 	NO_INDEX = 0xffffffff,
 	SLOT_RELEASED = 1,	   /* bit 0 of slot.word: its places are given back */
-	SLOT_CLAIMED = 2,	   /* bit 1 of slot.word: a hook is replacing the entry */
+	SLOT_CLAIMED = 2,	   /* bit 1 of slot.word: somebody is about to delete the entry */
 };
 
 /*
@@ -57,8 +57,7 @@ struct gen {
 	__u32 udp;		   /* the plan names UDP destinations */
 	__u32 levels;		   /* used entries of level */
 	__u8 level[MAX_LEVELS];	   /* cgroup depths to look at, deepest first */
-	__u8 near4[NEAR_BITS / 8];
-	__u8 near6[NEAR_BITS / 8];
+	__u8 near[2 * NEAR_BITS / 8]; /* IPv4's bits, then IPv6's */
 };
 
 struct dest_key {
@@ -156,10 +155,12 @@ enum slot_flag {
 
 /*
  * One connection's hold on every bulkhead on its route, keyed by socket cookie.
- * word is unique to this admission, with SLOT_RELEASED set once it has been given
- * back: the compare-and-swap of that bit is the release, deleting the entry is
- * housekeeping. Elements of a hash are reused at once, so nothing may be given back
- * or written through a pointer without the word.
+ *
+ * word names one admission: the low 24 bits of the cookie, a number that no admission
+ * of any socket had before, and the two bits above. Setting SLOT_RELEASED by
+ * compare-and-swap is the release; deleting the entry is housekeeping. Elements of a
+ * hash are reused at once, so a word that was read through a pointer counts only if it
+ * has the cookie's bits, and nothing may be given back or written without it.
  */
 struct slot {
 	__u64 word;
@@ -177,8 +178,9 @@ struct slot {
 	__u8 header;		   /* IP and TCP header bytes of an ordinary segment */
 	__u8 pad[3];
 	/* Only the socket's own sockops calls write these, one at a time. */
-	__u32 syn_retrans;	   /* retransmissions of the SYN */
 	__u32 fin_segs;		   /* segments sent when FIN_WAIT2 began */
+	__u32 pad2;
+	__u64 resent;		   /* payload bytes that were sent again */
 };
 
 /* The leaf cache: a sequence lock of one CPU. */
@@ -192,17 +194,18 @@ struct leaf {
 
 /* Event counters that belong to no bulkhead. */
 enum total {
-	TOTAL_SLOTS_FULL = 0,	   /* admitted without a slot: no room in slots */
+	TOTAL_SLOTS_FULL = 0,	   /* let through without a slot: no room in slots */
 	TOTAL_UNDERFLOW = 1,	   /* a release found a count of zero: a bug */
 	TOTAL_REFUSED_EARLIER = 2, /* denied by a program before ours: no slot taken */
-	TOTALS = 3,
+	TOTAL_UNCOUNTED = 3,	   /* let through without a slot: its old entry did not go away */
+	TOTALS = 4,
 };
 
-/* Argument of the retire program. */
+/* Argument of the retire and bury programs. */
 struct retire {
 	__u64 cookie;
 	__u64 word;		   /* as it was seen */
-	__u32 done;		   /* out: 1 if this call gave it back */
+	__u32 done;		   /* out: 1 if this call did it */
 	__u32 pad;
 };
 

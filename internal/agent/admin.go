@@ -87,8 +87,8 @@ func listenAdmin(ctx context.Context, path string) (net.Listener, error) {
 	return l, nil
 }
 
-// needsRoot is the cure for an error of permission. The admin socket is the
-// first thing that an agent without root fails at.
+// needsRoot is the cure for an error of permission. The ready file and the admin
+// socket are the first things that an agent without root fails at.
 func needsRoot(err error) string {
 	if errors.Is(err, os.ErrPermission) {
 		return " (the agent needs root)"

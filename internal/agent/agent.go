@@ -354,7 +354,7 @@ func removeReady(path string) error {
 		return nil
 	}
 	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return fmt.Errorf("ready file: %w", err)
+		return fmt.Errorf("ready file: %w%s", err, needsRoot(err))
 	}
 	return nil
 }

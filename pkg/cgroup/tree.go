@@ -167,7 +167,7 @@ func openTree(dir string, mounts []mount) (*Tree, error) {
 		return nil, fmt.Errorf("cgroup root %s: %w", dir, err)
 	}
 	if fs.Type != unix.CGROUP2_SUPER_MAGIC {
-		return nil, fmt.Errorf("cgroup root %s: %w", dir, ErrNotCgroup2)
+		return nil, fmt.Errorf("cgroup root %s: %w (give --cgroup-root a directory of one, or leave it out)", dir, ErrNotCgroup2)
 	}
 	st, err := stat(dir)
 	if err != nil {

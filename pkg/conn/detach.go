@@ -7,6 +7,8 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+
+	"github.com/cilium/ebpf/link"
 )
 
 // Detach removes an instance's programs and pins: every connect is let through from
@@ -32,7 +34,7 @@ func Detach(o Options) error {
 		}
 		dir := filepath.Join(o.dir(), e.Name())
 		for _, h := range slices.Backward(hooks()) {
-			if err := os.Remove(filepath.Join(dir, h.name)); err != nil && !errors.Is(err, os.ErrNotExist) {
+			if err := detachLink(filepath.Join(dir, h.name)); err != nil {
 				return fmt.Errorf("detach %s: %w", h.name, err)
 			}
 		}
@@ -47,4 +49,22 @@ func Detach(o Options) error {
 		return fmt.Errorf("%s: %w", o.dir(), ErrNotLoaded)
 	}
 	return nil
+}
+
+// detachLink detaches a pinned link and removes its pin. To remove the pin alone
+// would detach too, but at some later moment: the kernel puts a link that an
+// inode let go of aside for a worker (bpf_link_put, kernel/bpf/syscall.c).
+func detachLink(path string) error {
+	l, err := link.LoadPinnedLink(path, nil)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer l.Close()
+	if err := l.Detach(); err != nil {
+		return err
+	}
+	return os.Remove(path)
 }

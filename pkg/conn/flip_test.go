@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"syscall"
 	"testing"
 
@@ -328,16 +327,15 @@ features:
 
 	open := planOf(in, "providers:\n  p: {cidrs: [127.0.0.0/8]}\nfeatures:\n  f: {class: batch}\n")
 	twice := member(in, open, cg, "f", "")
-	// As many routes as the maps hold, beside those of the plan in force.
-	const side = 127 // and other, and default
-	var big strings.Builder
-	big.WriteString("providers:\n")
+	// More routes than the maps hold, and than the policy compiler lets through.
+	const side = 182
+	tooLarge := &policy.Plan{Mode: policy.Enforce}
 	for i := range side {
-		fmt.Fprintf(&big, "  x%d: {cidrs: [10.0.%d.0/24]}\n", i, i)
-	}
-	big.WriteString("features:\n")
-	for i := range side {
-		fmt.Fprintf(&big, "  x%d: {class: batch}\n", i)
+		tooLarge.Compartments = append(tooLarge.Compartments, policy.Compartment{Feature: fmt.Sprintf("x%d", i)})
+		tooLarge.Providers = append(tooLarge.Providers, policy.Provider{Name: fmt.Sprintf("x%d", i)})
+		for p := range side {
+			tooLarge.Routes = append(tooLarge.Routes, policy.Route{Compartment: uint32(i), Provider: uint32(p), CountOnly: true})
+		}
 	}
 	for _, c := range []struct {
 		name    string
@@ -348,7 +346,7 @@ features:
 		{"a cgroup twice", open, []Member{twice, twice}, nil},
 		{"no such compartment", open, []Member{{CgroupID: cg.ID, Level: cg.Level, Compartment: 99}}, nil},
 		{"level 0", open, []Member{{CgroupID: cg.ID, Level: 0}}, nil},
-		{"more routes than there is room for", planOf(in, big.String()), nil, ErrFull},
+		{"more routes than there is room for", tooLarge, nil, ErrFull},
 	} {
 		if _, err := in.k.Apply(c.plan, c.members); err == nil || c.want != nil && !errors.Is(err, c.want) {
 			in.Errorf("%s: error %v, want one (%v)", c.name, err, c.want)

@@ -44,9 +44,9 @@ func setNear(g *kernelGen, p netip.Prefix) {
 	a := p.Addr().AsSlice()
 	word := func(i int) uint32 { return uint32(a[i])<<8 | uint32(a[i+1]) }
 	first, free := word(0), 16-p.Bits() // free: bits of the choosing word that the prefix leaves open
-	near := g.Near4[:]
+	near := g.Near[:len(g.Near)/2]
 	if p.Addr().Is6() {
-		near = g.Near6[:]
+		near = g.Near[len(g.Near)/2:]
 		first ^= word(2)
 		free = 32 - p.Bits()
 	}

@@ -56,7 +56,7 @@ func outerMaps() []string {
 // build's programs under the links that exist, or loads anew. Anew, nothing is
 // attached or pinned before the first Apply. On an error nothing is left behind and
 // nothing in force has changed.
-func Open(o Options) (k *Kernel, err error) {
+func Open(o Options) (_ *Kernel, err error) {
 	if err := o.check(); err != nil {
 		return nil, err
 	}
@@ -68,13 +68,11 @@ func Open(o Options) (k *Kernel, err error) {
 	if err != nil {
 		return nil, err
 	}
-	k = &Kernel{o: o, lock: lock, root: root, links: map[string]link.Link{}, inner: map[string]*ebpf.Map{}, missing: map[uint64]uint64{}}
+	k := &Kernel{o: o, lock: lock, root: root, links: map[string]link.Link{}, inner: map[string]*ebpf.Map{}, missing: map[uint64]uint64{}}
 	k.in = [2]map[string]*ebpf.Map{{}, {}}
 	defer func() {
 		if err != nil {
 			k.Close()
-			os.Remove(o.dir()) // only if it is empty
-			k = nil
 		}
 	}()
 	if err := o.removeStaging(); err != nil {
@@ -139,17 +137,26 @@ func Open(o Options) (k *Kernel, err error) {
 	return k, nil
 }
 
-// setConstants tells the programs what this kernel has. A branch that is constantly
-// false is removed before its helpers are looked at, so one object loads everywhere.
+// setConstants tells the programs what this kernel and our capabilities allow. A branch
+// that is constantly false is removed before its helpers are looked at, so one object
+// loads everywhere.
 func setConstants(spec *ebpf.CollectionSpec) error {
-	have := uint32(0)
-	if HaveErrno() {
-		have = 1
-	}
-	if err := spec.Variables[kernelVarHaveRetval].Set(have); err != nil {
-		return fmt.Errorf("set constant %s: %w", kernelVarHaveRetval, err)
+	for name, have := range map[string]bool{kernelVarHaveRetval: HaveErrno(), kernelVarHaveComm: haveComm()} {
+		value := uint32(0)
+		if have {
+			value = 1
+		}
+		if err := spec.Variables[name].Set(value); err != nil {
+			return fmt.Errorf("set constant %s: %w", name, err)
+		}
 	}
 	return nil
+}
+
+// haveComm says whether the programs may note the command of who connects; without,
+// only its pid is known.
+func haveComm() bool {
+	return features.HaveProgramHelper(ebpf.CGroupSockAddr, asm.FnGetCurrentComm) == nil
 }
 
 // HaveErrno says whether connect() can fail with the policy's errno: bpf_set_retval,
@@ -162,7 +169,7 @@ func explainLoad(err error) error {
 	var ve *ebpf.VerifierError
 	switch {
 	case errors.As(err, &ve):
-		return fmt.Errorf("load kernel programs on %s: %+v", release(), ve)
+		return fmt.Errorf("load kernel programs on %s: %w", release(), ve) // the last lines of its log
 	case errors.Is(err, unix.EPERM):
 		return fmt.Errorf("load kernel programs: %w (needs root, or CAP_BPF and CAP_NET_ADMIN)", err)
 	}
@@ -420,7 +427,7 @@ func (k *Kernel) attach(udp bool) (err error) {
 	defer func() {
 		if err != nil {
 			for _, name := range made {
-				k.links[name].Unpin()
+				os.Remove(filepath.Join(k.o.pins(), name))
 				k.links[name].Close()
 				delete(k.links, name)
 			}
@@ -458,8 +465,8 @@ func (k *Kernel) detachUDP() error {
 		if l == nil || !h.udp {
 			continue
 		}
-		if err := l.Unpin(); err != nil {
-			return fmt.Errorf("unpin %s: %w", h.name, err)
+		if err := detachLink(filepath.Join(k.o.pins(), h.name)); err != nil {
+			return fmt.Errorf("detach %s: %w", h.name, err)
 		}
 		l.Close()
 		delete(k.links, h.name)
@@ -552,6 +559,9 @@ func (k *Kernel) Close() error {
 	closeAll(k.inner)
 	if k.coll != nil {
 		k.coll.Close()
+	}
+	if !k.pinned {
+		os.Remove(k.o.dir()) // ours; it stays if there is anything in it
 	}
 	return k.lock.Close()
 }

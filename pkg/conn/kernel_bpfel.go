@@ -70,8 +70,7 @@ type kernelGen struct {
 	Udp        uint32
 	Levels     uint32
 	Level      [32]uint8
-	Near4      [8192]uint8
-	Near6      [8192]uint8
+	Near       [16384]uint8
 }
 
 type kernelHold struct {
@@ -154,23 +153,24 @@ const (
 )
 
 type kernelSlot struct {
-	_          structs.HostLayout
-	Word       uint64
-	BornNs     uint64
-	Netns      uint64
-	Traffic    uint32
-	N          uint32
-	Bulkheads  [7]uint32
-	Pid        uint32
-	Comm       [16]int8
-	Addr       [16]uint8
-	Port       uint16
-	Proto      uint8
-	Flags      uint8
-	Header     uint8
-	Pad        [3]uint8
-	SynRetrans uint32
-	FinSegs    uint32
+	_         structs.HostLayout
+	Word      uint64
+	BornNs    uint64
+	Netns     uint64
+	Traffic   uint32
+	N         uint32
+	Bulkheads [7]uint32
+	Pid       uint32
+	Comm      [16]int8
+	Addr      [16]uint8
+	Port      uint16
+	Proto     uint8
+	Flags     uint8
+	Header    uint8
+	Pad       [3]uint8
+	FinSegs   uint32
+	Pad2      uint32
+	Resent    uint64
 }
 
 type kernelSlotFlag uint32
@@ -187,7 +187,8 @@ const (
 	kernelTotalTOTAL_SLOTS_FULL      kernelTotal = 0
 	kernelTotalTOTAL_UNDERFLOW       kernelTotal = 1
 	kernelTotalTOTAL_REFUSED_EARLIER kernelTotal = 2
-	kernelTotalTOTALS                kernelTotal = 3
+	kernelTotalTOTAL_UNCOUNTED       kernelTotal = 3
+	kernelTotalTOTALS                kernelTotal = 4
 )
 
 type kernelTrafficCount struct {
@@ -226,6 +227,7 @@ const (
 	kernelMapTotals         = "totals"
 	kernelMapTraffic        = "traffic"
 	kernelMapTrafficNames   = "traffic_names"
+	kernelProgBhBury        = "bh_bury"
 	kernelProgBhConnect4    = "bh_connect4"
 	kernelProgBhConnect6    = "bh_connect6"
 	kernelProgBhEgress      = "bh_egress"
@@ -235,6 +237,7 @@ const (
 	kernelProgBhSendmsg6    = "bh_sendmsg6"
 	kernelProgBhSockRelease = "bh_sock_release"
 	kernelProgBhSockops     = "bh_sockops"
+	kernelVarHaveComm       = "have_comm"
 	kernelVarHaveRetval     = "have_retval"
 )
 
@@ -280,6 +283,7 @@ type kernelSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type kernelProgramSpecs struct {
+	BhBury        *ebpf.ProgramSpec `ebpf:"bh_bury"`
 	BhConnect4    *ebpf.ProgramSpec `ebpf:"bh_connect4"`
 	BhConnect6    *ebpf.ProgramSpec `ebpf:"bh_connect6"`
 	BhEgress      *ebpf.ProgramSpec `ebpf:"bh_egress"`
@@ -318,6 +322,7 @@ type kernelMapSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type kernelVariableSpecs struct {
+	HaveComm   *ebpf.VariableSpec `ebpf:"have_comm"`
 	HaveRetval *ebpf.VariableSpec `ebpf:"have_retval"`
 }
 
@@ -386,6 +391,7 @@ func (m *kernelMaps) Close() error {
 //
 // It can be passed to loadKernelObjects or ebpf.CollectionSpec.LoadAndAssign.
 type kernelVariables struct {
+	HaveComm   *ebpf.Variable `ebpf:"have_comm"`
 	HaveRetval *ebpf.Variable `ebpf:"have_retval"`
 }
 
@@ -393,6 +399,7 @@ type kernelVariables struct {
 //
 // It can be passed to loadKernelObjects or ebpf.CollectionSpec.LoadAndAssign.
 type kernelPrograms struct {
+	BhBury        *ebpf.Program `ebpf:"bh_bury"`
 	BhConnect4    *ebpf.Program `ebpf:"bh_connect4"`
 	BhConnect6    *ebpf.Program `ebpf:"bh_connect6"`
 	BhEgress      *ebpf.Program `ebpf:"bh_egress"`
@@ -406,6 +413,7 @@ type kernelPrograms struct {
 
 func (p *kernelPrograms) Close() error {
 	return _KernelClose(
+		p.BhBury,
 		p.BhConnect4,
 		p.BhConnect6,
 		p.BhEgress,

@@ -90,22 +90,44 @@ func (o Options) check() error {
 // lock takes the instance for this process, or says who has it. bpffs has no
 // regular files, but flock(2) works on its directories.
 func (o Options) lock() (*os.File, error) {
-	if err := os.Mkdir(o.dir(), 0o700); err != nil && !errors.Is(err, os.ErrExist) {
-		return nil, fmt.Errorf("pin directory: %w", err)
-	}
-	f, err := os.Open(o.dir())
-	if err != nil {
-		return nil, fmt.Errorf("pin directory: %w", err)
-	}
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		f.Close()
-		if errors.Is(err, unix.EWOULDBLOCK) {
-			pid, _ := Holder(o)
-			return nil, &BusyError{Dir: o.dir(), PID: pid}
+	for {
+		if err := os.Mkdir(o.dir(), 0o700); err != nil && !errors.Is(err, os.ErrExist) {
+			return nil, fmt.Errorf("pin directory: %w%s", err, needsRoot(err))
 		}
-		return nil, fmt.Errorf("lock %s: %w", o.dir(), err)
+		f, err := os.Open(o.dir())
+		if err != nil {
+			return nil, fmt.Errorf("pin directory: %w%s", err, needsRoot(err))
+		}
+		if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+			f.Close()
+			if errors.Is(err, unix.EWOULDBLOCK) {
+				pid, _ := Holder(o)
+				return nil, &BusyError{Dir: o.dir(), PID: pid}
+			}
+			return nil, fmt.Errorf("lock %s: %w", o.dir(), err)
+		}
+		// Who had it before may have removed the directory as the last thing it did:
+		// then this lock is of nothing.
+		opened, err := f.Stat()
+		if err == nil {
+			var there os.FileInfo
+			if there, err = os.Stat(o.dir()); err == nil && os.SameFile(opened, there) {
+				return f, nil
+			}
+		}
+		f.Close()
+		if err != nil && !errors.Is(err, os.ErrNotExist) {
+			return nil, fmt.Errorf("lock %s: %w", o.dir(), err)
+		}
 	}
-	return f, nil
+}
+
+// needsRoot is the cure for an error of permission.
+func needsRoot(err error) string {
+	if errors.Is(err, os.ErrPermission) {
+		return " (needs root)"
+	}
+	return ""
 }
 
 // Holder returns the pid of the agent that runs on these pins, from /proc/locks

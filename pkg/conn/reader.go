@@ -276,7 +276,7 @@ func (r *Reader) Snapshot(ctx context.Context) (*Snapshot, error) {
 	now := monotonic()
 	for _, sl := range after {
 		c := Connection{
-			Cookie: sl.cookie, Netns: sl.Netns, PID: sl.Pid, Comm: text(sl.Comm[:]),
+			Cookie: sl.cookie, Netns: sl.Netns, PID: sl.Pid, Comm: command(sl.Pid, sl.Comm[:]),
 			Remote: sl.remote(), Proto: policy.Proto(sl.Proto), Age: time.Duration(now - int64(sl.BornNs)),
 		}
 		t := traffic[sl.Traffic]
@@ -449,7 +449,7 @@ func (r *Reader) refusals(bulkheadAt map[policy.Key]uint32, trafficAt map[traffi
 		all = append(all, Refusal{
 			Time:  now.Add(-time.Duration(mono - int64(f.AtNs))),
 			Total: f.Total, Feature: k.feature, Tenant: k.tenant, Provider: k.provider,
-			PID: f.Pid, Comm: text(f.Comm[:]),
+			PID: f.Pid, Comm: command(f.Pid, f.Comm[:]),
 			Remote: netip.AddrPortFrom(netip.AddrFrom16(f.Addr).Unmap(), f.Port), Proto: policy.Proto(f.Proto),
 			Bulkhead: names[f.Bulkhead], Limit: policy.Limit(f.Limit), Reason: reason(f.Reason), Errno: f.Err, Observed: f.Observed != 0,
 		})
@@ -465,8 +465,21 @@ func (r *Reader) totals() (Totals, error) {
 	}
 	return Totals{
 		SlotsFull: n[kernelTotalTOTAL_SLOTS_FULL], Underflow: n[kernelTotalTOTAL_UNDERFLOW],
-		RefusedEarlier: n[kernelTotalTOTAL_REFUSED_EARLIER], SlotsMax: uint64(r.maps[kernelMapSlots].MaxEntries()),
+		RefusedEarlier: n[kernelTotalTOTAL_REFUSED_EARLIER], Uncounted: n[kernelTotalTOTAL_UNCOUNTED], SlotsMax: uint64(r.maps[kernelMapSlots].MaxEntries()),
 	}, nil
+}
+
+// command is what the kernel noted of a process, or, where it may not, what the process
+// is called now.
+func command(pid uint32, noted []int8) string {
+	if c := text(noted); c != "" {
+		return c
+	}
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid))
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSuffix(string(b), "\n")
 }
 
 // monotonic is the clock of bpf_ktime_get_ns, in nanoseconds.

@@ -2,7 +2,6 @@ package conn
 
 import (
 	"context"
-	"errors"
 	"fmt"
 
 	"github.com/cilium/ebpf"
@@ -81,34 +80,23 @@ func (k *Kernel) Reconcile(ctx context.Context) (Reconciled, error) {
 }
 
 // retire gives a slot back by the word that was seen, and leaves a tombstone: only a
-// socket's own hooks delete its entry while it lives.
+// socket's own hooks delete its entry while it holds anything.
 func (k *Kernel) retire(cookie, word uint64) (bool, error) {
-	in := kernelRetire{Cookie: cookie, Word: word}
-	var out kernelRetire
-	if _, err := k.coll.Programs[kernelProgBhRetire].Run(&ebpf.RunOptions{Context: &in, ContextOut: &out}); err != nil {
-		return false, fmt.Errorf("retire the slot of socket %d: %w", cookie, err)
-	}
-	return out.Done != 0, nil
+	return k.settle(kernelProgBhRetire, cookie, word)
 }
 
-// bury deletes a tombstone whose socket two dumps lacked. Its descriptor may still be
-// open and connect again at this very moment: then what was deleted is a live slot,
-// and it is put back. The filter before the slots is left as it is: too high costs a
-// lookup, too low would hide a slot.
+// bury deletes a tombstone whose socket two dumps lacked.
 func (k *Kernel) bury(cookie, word uint64) error {
-	slots := k.coll.Maps[kernelMapSlots]
-	var s kernelSlot
-	if err := slots.LookupAndDelete(cookie, &s); err != nil {
-		if errors.Is(err, ebpf.ErrKeyNotExist) {
-			return nil
-		}
-		return fmt.Errorf("delete the slot of socket %d: %w", cookie, err)
+	_, err := k.settle(kernelProgBhBury, cookie, word)
+	return err
+}
+
+// settle runs one of the programs that act on a slot by its word.
+func (k *Kernel) settle(program string, cookie, word uint64) (bool, error) {
+	in := kernelRetire{Cookie: cookie, Word: word}
+	var out kernelRetire
+	if _, err := k.coll.Programs[program].Run(&ebpf.RunOptions{Context: &in, ContextOut: &out}); err != nil {
+		return false, fmt.Errorf("%s of socket %d: %w", program, cookie, err)
 	}
-	if s.Word == word {
-		return nil
-	}
-	if err := slots.Update(cookie, &s, ebpf.UpdateNoExist); err != nil && !errors.Is(err, ebpf.ErrKeyExist) {
-		return fmt.Errorf("put back the slot of socket %d: %w", cookie, err)
-	}
-	return nil
+	return out.Done != 0, nil
 }

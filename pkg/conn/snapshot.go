@@ -99,6 +99,7 @@ type Totals struct {
 	SlotsFull      uint64 // let through uncounted: no room for the slot
 	Underflow      uint64 // releases that found a count of zero; always 0 unless we have a bug
 	RefusedEarlier uint64 // denied by another program before ours
+	Uncounted      uint64 // let through uncounted: an old entry of the socket did not go away
 	Slots          uint64 // entries in the slot map now
 	SlotsMax       uint64
 }

@@ -62,7 +62,7 @@ func TestBadEnvironment(t *testing.T) {
 	}{
 		{"no bpf file system", bulkhead(with("--bpffs", n.dir)), []string{n.dir, "not a bpf file system", "mount -t bpf"}},
 		{"no directory for it", bulkhead(with("--bpffs", n.dir+"/none")), []string{n.dir + "/none", "mount -t bpf"}},
-		{"no cgroup2 there", bulkhead(with("--cgroup-root", n.dir)), []string{n.dir, "cgroup v2"}},
+		{"no cgroup2 there", bulkhead(with("--cgroup-root", n.dir)), []string{n.dir, "cgroup v2", "--cgroup-root"}},
 		{"no directory there", bulkhead(with("--cgroup-root", n.dir+"/none")), []string{n.dir + "/none"}},
 		{"no cgroup2 at all", noCgroup2, []string{"no cgroup v2", "mount -t cgroup2"}},
 		{"no policy", bulkhead(with("--policy", n.dir+"/none")), []string{n.dir + "/none"}},
@@ -70,6 +70,7 @@ func TestBadEnvironment(t *testing.T) {
 		{"something else is the socket", bulkhead(with("--admin-socket", file)), []string{file}},
 		{"no CAP_BPF", n.withCapabilities(agent, unix.CAP_NET_ADMIN), []string{"CAP_BPF"}},
 		{"no CAP_NET_ADMIN", n.withCapabilities(agent, unix.CAP_BPF), []string{"CAP_NET_ADMIN"}},
+		{"no CAP_PERFMON", n.withCapabilities(agent, unix.CAP_BPF, unix.CAP_NET_ADMIN), []string{"CAP_PERFMON"}},
 	} {
 		t.Log(c.what)
 		wantSentence(t, run(t, c.cmd), 1, c.words...)

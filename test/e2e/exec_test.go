@@ -107,10 +107,14 @@ func TestExecUser(t *testing.T) {
 	}
 	slices.Sort(groups)
 	for _, as := range []string{"nobody", u.Uid} {
-		out := n.must("exec", "--feature", "chat", "--user", as, "--", "sh", "-c", "id -u; id -g; id -G; echo $HOME $USER; cat /proc/self/cgroup; cat /proc/self/status")
-		l := strings.SplitN(out, "\n", 5)
-		if len(l) < 5 {
-			t.Fatalf("--user %s: %q", as, out)
+		args := n.args("exec", "--feature", "chat", "--user", as, "--",
+			"sh", "-c", "id -u; id -g; id -G; echo $HOME $USER; cat /proc/self/cgroup; cat /proc/self/status")
+		cmd := exec.Command(args[0], args[1:]...)
+		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Groups: []uint32{0, 4711}}}
+		r := run(t, cmd)
+		l := strings.SplitN(r.stdout, "\n", 5)
+		if r.code != 0 || len(l) < 5 {
+			t.Fatalf("--user %s: %s", as, r)
 		}
 		got := strings.Fields(l[2])
 		slices.Sort(got)

@@ -95,6 +95,9 @@ features:
 		}
 		return nil
 	})
+	if again := n.refusals("qwen"); len(again) != 1 {
+		t.Errorf("one refusal made %d lines", len(again))
+	}
 	after := n.refusals("deepseek")
 	if l := after[len(after)-1]; l.Total <= lines[len(lines)-1].Total || l.Total > tries+more {
 		t.Errorf("total %d after %d, want at most %d", l.Total, lines[len(lines)-1].Total, tries+more)

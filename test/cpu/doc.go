@@ -1,0 +1,30 @@
+// Package cpu measures what a compartment's share of the CPU is worth: how long a
+// handler that needs about 2 ms of CPU takes to answer beside eight processes that
+// parse JSON without pause. The same is done alone, with all in one cgroup, and with
+// handler and parsers started by bulkhead exec in features of a policy that a real
+// agent has brought into force.
+//
+// Its test has the build tag vm and runs only in the guest of test/vm, in virtual time
+// (-virtual): one CPU whose clock counts instructions, one nanosecond each. So a latency
+// is a count of instructions, the same on a busy and an idle host, and can have a
+// limit:
+//
+//	make build
+//	go run ./test/vm -virtual -file bin/bulkhead:/bin/bulkhead ./test/cpu
+//
+// The binary is $BULKHEAD_BINARY, else the bulkhead in PATH. A guest whose kernel has no
+// cpu controller on cgroup v2 fails. The table of latencies is in the log.
+//
+// # What is measured
+//
+// The prober is a process outside of every cgroup measured. It sends a request 10 to
+// 15 ms after the last answer, at moments drawn with a fixed seed so that they fall on
+// all phases of the kernel's tick, and takes the time from before the request is written
+// until the answer is read. It is in SCHED_FIFO, all its threads: an answer that is
+// there preempts whatever runs, so the prober's own wait for the CPU, which no policy
+// here is about, is no part of the time. What remains is the handler's: wake up, wait
+// for the CPU, work, be preempted and wait again.
+//
+// Handler, parsers and prober are this package's test binary again. A parser appends one
+// byte to a file for each document, so that a lowly class can be seen to work on.
+package cpu
