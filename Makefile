@@ -11,10 +11,10 @@ DEPS            := $(DEPS_GENERATE) $(DEPS_VM) $(DEPS_TEST)
 
 # Go packages by ring. What is listed under VM runs on the other kernels too;
 # what measures CPU latency runs there in virtual time, on one CPU.
-UNIT_PACKAGES    := ./pkg/policy ./internal/metrics ./test/vm
-KERNEL_PACKAGES  := ./pkg/conn ./pkg/cgroup ./internal/... ./test/...
-VM_PACKAGES      := ./test/vm/guest ./pkg/conn ./pkg/cgroup ./internal/...
-VIRTUAL_PACKAGES := ./test/vm/guest
+UNIT_PACKAGES    := ./pkg/policy ./internal/metrics ./test/house ./test/vm
+KERNEL_PACKAGES  := ./pkg/conn ./pkg/cgroup ./internal/agent ./internal/demo ./internal/sockets ./cmd/agent ./test/e2e
+VM_PACKAGES      := ./test/vm/guest ./pkg/conn ./pkg/cgroup ./internal/sockets ./test/e2e
+VIRTUAL_PACKAGES := ./test/vm/guest ./test/cpu
 
 # Arguments of the rig, for one kernel say: make vm VM_FLAGS='-kernel 6.12 -run Admit'
 VM_FLAGS        := -timeout 10m
@@ -77,7 +77,7 @@ unit: go-version ## ring 1: tests that need nothing
 	go test $(UNIT_PACKAGES)
 
 kernel: go-version root build ## ring 2: tests with this kernel, as root
-	go test -p 1 $(EXEC_AS_ROOT) $(KERNEL_PACKAGES)
+	BULKHEAD_BINARY=$(CURDIR)/bin/bulkhead go test -p 1 $(EXEC_AS_ROOT) $(KERNEL_PACKAGES)
 
 vm: go-version build ## ring 3: tests on Debian's 6.1, 6.12 and newest kernel in virtual machines
 	go test -tags vm ./test/vm

@@ -77,7 +77,7 @@ type descs struct {
 	generation, reloadOK, reloadTime, reloadFails *prometheus.Desc
 	reclaimed, reconcileErrors                    *prometheus.Desc
 	slots, slotsMax, slotsFull                    *prometheus.Desc
-	underflow, refusedEarlier                     *prometheus.Desc
+	underflow, refusedEarlier, uncounted          *prometheus.Desc
 	scrapeOK, buildInfo                           *prometheus.Desc
 }
 
@@ -115,6 +115,7 @@ func newDescs() descs {
 		slotsMax:       desc("slots_max", "Connections that can hold a slot at one time."),
 		slotsFull:      desc("slots_full_total", "Connections that were let through uncounted because there was no room for their slot."),
 		underflow:      desc("underflow_total", "Releases that found a count of zero. Anything but 0 is a bug in bulkhead."),
+		uncounted:      desc("uncounted_total", "Connections that were let through uncounted because an old entry of their socket did not go away in time; expected to stay 0."),
 		refusedEarlier: desc("refused_earlier_total", "Connections that another program on the same hook had refused before bulkhead looked."),
 
 		scrapeOK:  desc("scrape_success", "Whether the collector was read for this scrape; 0 means that its values are those of an earlier one, or missing.", "collector"),
@@ -129,7 +130,7 @@ func (c *Collector) Describe(ch chan<- *prometheus.Desc) {
 		d.current, d.max, d.accepted, d.rejected, d.wouldReject, d.bytes, d.connections,
 		d.cpuUsage, d.cpuPeriods, d.cpuThrottledPeriods, d.cpuThrottled,
 		d.generation, d.reloadOK, d.reloadTime, d.reloadFails, d.reclaimed, d.reconcileErrors,
-		d.slots, d.slotsMax, d.slotsFull, d.underflow, d.refusedEarlier, d.scrapeOK, d.buildInfo,
+		d.slots, d.slotsMax, d.slotsFull, d.underflow, d.refusedEarlier, d.uncounted, d.scrapeOK, d.buildInfo,
 	} {
 		ch <- desc
 	}
@@ -203,6 +204,7 @@ func (c *Collector) collectConnections(put emit, s *conn.Snapshot) {
 	put(c.d.slotsFull, prometheus.CounterValue, float64(t.SlotsFull))
 	put(c.d.underflow, prometheus.CounterValue, float64(t.Underflow))
 	put(c.d.refusedEarlier, prometheus.CounterValue, float64(t.RefusedEarlier))
+	put(c.d.uncounted, prometheus.CounterValue, float64(t.Uncounted))
 }
 
 // reasons exports a count for every reason, and "full" always: a series that

@@ -37,7 +37,7 @@ func aSnapshot() *conn.Snapshot {
 			{Feature: "chat", Provider: "deepseek", Connections: 120, TxBytes: 1000, RxBytes: 5000, Bytes: true},
 			{Feature: "chat", Tenant: "free", Provider: "other", Connections: 9},
 		},
-		Totals: conn.Totals{Slots: 4, SlotsMax: 65536, SlotsFull: 1, RefusedEarlier: 2},
+		Totals: conn.Totals{Slots: 4, SlotsMax: 65536, SlotsFull: 1, RefusedEarlier: 2, Uncounted: 3},
 	}
 }
 
@@ -153,6 +153,9 @@ bulkhead_slots_max 65536
 # HELP bulkhead_slots_reclaimed_total Slots that reconciling freed because their connection was gone.
 # TYPE bulkhead_slots_reclaimed_total counter
 bulkhead_slots_reclaimed_total 5
+# HELP bulkhead_uncounted_total Connections that were let through uncounted because an old entry of their socket did not go away in time; expected to stay 0.
+# TYPE bulkhead_uncounted_total counter
+bulkhead_uncounted_total 3
 # HELP bulkhead_underflow_total Releases that found a count of zero. Anything but 0 is a bug in bulkhead.
 # TYPE bulkhead_underflow_total counter
 bulkhead_underflow_total 0

