@@ -143,7 +143,7 @@ int bh_sendmsg6(struct bpf_sock_addr *ctx)
  * segmentation offload, so headers are added here. What was measured against a
  * count of packets, and what it misses, is in docs/decisions/bytes-at-close.md.
  */
-static __always_inline void count_bytes(struct bpf_sock_ops *ctx, struct slot *s)
+static __always_inline void count_bytes(struct bpf_sock_ops *ctx, struct slot *s, __u64 seen)
 {
 	struct traffic_count *t = bpf_map_lookup_elem(&traffic, &s->traffic);
 	__u32 old = ctx->args[0], ts = s->flags & SLOT_TIMESTAMPS;
@@ -169,6 +169,9 @@ static __always_inline void count_bytes(struct bpf_sock_ops *ctx, struct slot *s
 			rx += header;
 		} else if (fin) {
 			rx -= 1;
+		} else if (seen & SLOT_RELEASED && (old == BPF_TCP_ESTABLISHED || old == BPF_TCP_CLOSE_WAIT)) {
+			/* The last close resets: with SO_LINGER 0, or data that was not read. */
+			tx += header;
 		}
 	}
 	__sync_fetch_and_add(&t->tx_bytes, tx);
@@ -225,7 +228,7 @@ int bh_sockops(struct bpf_sock_ops *ctx)
 			return 1;
 		}
 		release_slot(s, seen);
-		count_bytes(ctx, s);
+		count_bytes(ctx, s, seen);
 		delete_slot(&cookie);
 		return 1;
 	}
