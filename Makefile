@@ -14,11 +14,11 @@ DEPS            := $(DEPS_GENERATE) $(DEPS_VM) $(DEPS_TEST)
 UNIT_PACKAGES    := ./pkg/policy ./internal/metrics ./test/house ./test/vm
 KERNEL_PACKAGES  := ./pkg/conn ./pkg/cgroup ./internal/agent ./internal/demo ./internal/sockets ./cmd/agent ./test/e2e
 VM_PACKAGES      := ./test/vm/guest ./pkg/conn ./pkg/cgroup ./internal/sockets ./test/e2e
-VIRTUAL_PACKAGES := ./test/vm/guest ./test/cpu
+VIRTUAL_PACKAGES := ./test/cpu
 
 # Arguments of the rig, for one kernel say: make vm VM_FLAGS='-kernel 6.12 -run Admit'
-VM_FLAGS        := -timeout 10m
-VIRTUAL_FLAGS   := -timeout 10m
+VM_FLAGS        := -timeout 25m -jobs 2
+VIRTUAL_FLAGS   := -timeout 10m -jobs 2
 
 STATICCHECK     := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 

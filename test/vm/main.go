@@ -47,6 +47,7 @@ type options struct {
 	machine  machine
 	files    []guestFile
 	run      string
+	jobs     int
 	refresh  bool
 	packages []string
 	command  []string
@@ -66,6 +67,7 @@ func parseOptions(args []string) (options, error) {
 	f.BoolVar(&o.machine.virtual, "virtual", false, "virtual time: one CPU whose clock counts instructions")
 	f.DurationVar(&o.machine.timeout, "timeout", 5*time.Minute, "host time for each kernel")
 	f.StringVar(&o.run, "run", "", "run only tests that match this expression")
+	f.IntVar(&o.jobs, "jobs", 1, "kernels to run at the same time; each emulated CPU wants one of the host's")
 	f.BoolVar(&o.refresh, "refresh", false, "fetch the kernels again, for newer ones")
 	f.Func("file", "HOST:GUEST, a file or directory to put into the guest; may be repeated", func(s string) error {
 		host, guest, ok := strings.Cut(s, ":")
@@ -127,42 +129,85 @@ func rig(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 
-	var errs []error
-	var summary []string
-	for _, r := range o.releases {
+	kernels := make([]outcome, len(o.releases))
+	slots := make(chan struct{}, max(o.jobs, 1))
+	shared := &lockedWriter{out: out}
+	var wg sync.WaitGroup
+	for i, r := range o.releases {
 		k, err := getKernel(ctx, cache, r, o.refresh, os.Stderr)
 		if err != nil {
-			errs = append(errs, err)
+			kernels[i].err = err
 			continue
 		}
 		if len(commands) == 0 {
-			summary = append(summary, fmt.Sprintf("%-6s  %s", k.name, k.version))
+			kernels[i].summary = []string{fmt.Sprintf("%-6s  %s", k.name, k.version)}
 			continue
 		}
-		start := time.Now()
-		result, err := boot(ctx, k, o.machine, append(binaries, o.files...), commands, &prefixWriter{prefix: k.name + " | ", out: out})
-		if err != nil {
-			errs = append(errs, fmt.Errorf("kernel %s: %w", k.name, err))
-			continue
-		}
-		verdict := "ok"
-		if err := result.err(); err != nil {
-			verdict = "FAILED"
-			errs = append(errs, fmt.Errorf("kernel %s (%s): %w\nits last lines:\n    %s",
-				k.name, k.version, err, strings.Join(result.lines, "\n    ")))
-		}
-		t := result.tests()
-		summary = append(summary, fmt.Sprintf("%-6s  %-32s %6s: %d passed, %d failed, %d skipped, %.1f s",
-			k.name, result.version, verdict, len(t.passed), len(t.failed), len(t.skipped), time.Since(start).Seconds()))
-		for _, name := range t.skipped {
-			summary = append(summary, "        skipped: "+name)
-		}
+		slots <- struct{}{}
 		if ctx.Err() != nil {
+			kernels[i].err = fmt.Errorf("kernel %s: %w", k.name, ctx.Err())
 			break
 		}
+		wg.Go(func() {
+			defer func() { <-slots }()
+			runtime.LockOSThread() // see main
+			defer runtime.UnlockOSThread()
+			kernels[i] = runKernel(ctx, k, o, append(slices.Clone(binaries), o.files...), commands, shared)
+		})
 	}
-	fmt.Fprintln(out, strings.Join(summary, "\n"))
+	wg.Wait()
+	var errs []error
+	for _, k := range kernels {
+		for _, line := range k.summary {
+			fmt.Fprintln(out, line)
+		}
+		errs = append(errs, k.err)
+	}
 	return errors.Join(errs...)
+}
+
+// outcome is what became of one kernel.
+type outcome struct {
+	summary []string
+	err     error
+}
+
+// runKernel boots one kernel and judges what its guest reports.
+func runKernel(ctx context.Context, k kernel, o options, files []guestFile, commands []command, out io.Writer) outcome {
+	start := time.Now()
+	result, err := boot(ctx, k, o.machine, files, commands, &prefixWriter{prefix: k.name + " | ", out: out})
+	if err != nil {
+		return outcome{err: fmt.Errorf("kernel %s: %w", k.name, err)}
+	}
+	var oc outcome
+	verdict := "ok"
+	if err := result.err(); err != nil {
+		verdict = "FAILED"
+		oc.err = fmt.Errorf("kernel %s (%s): %w\nits last lines:\n    %s",
+			k.name, k.version, err, strings.Join(result.lines, "\n    "))
+	}
+	t := result.tests()
+	oc.summary = append(oc.summary, fmt.Sprintf("%-6s  %-32s %6s: %d passed, %d failed, %d skipped, %.1f s",
+		k.name, result.version, verdict, len(t.passed), len(t.failed), len(t.skipped), time.Since(start).Seconds()))
+	for _, name := range t.failed {
+		oc.summary = append(oc.summary, "        failed: "+name)
+	}
+	for _, name := range t.skipped {
+		oc.summary = append(oc.summary, "        skipped: "+name)
+	}
+	return oc
+}
+
+// lockedWriter keeps what several guests write apart, a write at a time.
+type lockedWriter struct {
+	mu  sync.Mutex
+	out io.Writer
+}
+
+func (w *lockedWriter) Write(b []byte) (int, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.out.Write(b)
 }
 
 // buildTests compiles the test binaries of o's packages into dir and returns
