@@ -234,7 +234,8 @@ func TestContentHash(t *testing.T) {
 	if contentHash(dir) == one {
 		t.Error("the borders of files do not count")
 	}
-	if contentHash(filepath.Join(dir, "none")) != contentHash(filepath.Join(dir, "none")) {
+	missing := contentHash(filepath.Join(dir, "none"))
+	if again := contentHash(filepath.Join(dir, "none")); again != missing {
 		t.Error("a file that is missing is not the same news twice")
 	}
 }

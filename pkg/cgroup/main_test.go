@@ -47,7 +47,8 @@ var helpers = map[string]func(args []string) error{
 	// spin uses the processor.
 	"spin": func([]string) error {
 		go func() {
-			for {
+			for n := 0; ; n++ {
+				_ = n * n
 			}
 		}()
 		return ready("")

@@ -36,10 +36,9 @@ type configuration struct {
 	// programs by hook, for their own times.
 	programs map[string]*ebpf.Program
 
-	dir   string
-	in    io.Writer
-	out   *bufio.Reader
-	close []func()
+	dir string
+	in  io.Writer
+	out *bufio.Reader
 }
 
 // configurations are all rows; the first two are what the others are compared with.
