@@ -133,10 +133,7 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	a.ended("start", warnings, nil)
-	if a.reader, err = conn.OpenReader(where); err != nil {
-		return fmt.Errorf("read back what is in force: %w", err)
-	}
-	defer a.reader.Close()
+	a.reader = a.kernel.Reader()
 	return a.serve(ctx, cancel, web, admin)
 }
 
@@ -152,6 +149,11 @@ func (a *agent) takeOver(ctx context.Context, where conn.Options) error {
 	}
 	defer r.Close()
 	s, err := r.Snapshot(ctx)
+	if errors.Is(err, os.ErrPermission) {
+		// Limits and counts are taken over all the same.
+		a.log.Warn("cannot read the plan in force, which needs CAP_SYS_ADMIN; refusals of before may be told again")
+		return nil
+	}
 	if err != nil {
 		return err
 	}

@@ -44,6 +44,8 @@ type Kernel struct {
 	inner map[string]*ebpf.Map
 	in    [2]map[string]*ebpf.Map
 
+	known atomic.Pointer[inForce] // for Readers of this Kernel, in whatever goroutine
+
 	missing map[uint64]uint64 // cookie -> word of slots that the last complete dump lacked
 }
 
@@ -242,6 +244,7 @@ func (k *Kernel) Apply(plan *policy.Plan, members []Member) (uint32, error) {
 		return 0, err
 	}
 	k.plan, k.at, k.tables = plan, at, t
+	k.remember(members)
 	if !k.pinned {
 		if err := k.attach(t.gen.Udp != 0); err != nil {
 			return 0, err
@@ -278,7 +281,15 @@ func (k *Kernel) SetMembers(members []Member) error {
 		return err
 	}
 	k.tables = &t
+	k.remember(members)
 	return nil
+}
+
+// remember keeps what is in force for this Kernel's Readers.
+func (k *Kernel) remember(members []Member) {
+	f := &inForce{gen: k.tables.gen, plan: k.plan, members: slices.Clone(members)}
+	sortMembers(f.members)
+	k.known.Store(f)
 }
 
 // Plan is the plan that this Kernel has applied last, nil before the first Apply.
@@ -566,6 +577,6 @@ func (k *Kernel) Close() error {
 	return k.lock.Close()
 }
 
-// Reader reads what this Kernel has loaded, before and after it is pinned. It shares
-// the maps: close the Kernel, not the Reader.
-func (k *Kernel) Reader() *Reader { return &Reader{o: k.o, maps: k.coll.Maps} }
+// Reader reads what this Kernel has loaded, before and after it is pinned, in any
+// goroutine. It shares the maps: close the Kernel, not the Reader.
+func (k *Kernel) Reader() *Reader { return &Reader{o: k.o, maps: k.coll.Maps, known: &k.known} }

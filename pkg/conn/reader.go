@@ -10,6 +10,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/cilium/ebpf"
@@ -23,6 +24,9 @@ import (
 type Reader struct {
 	o    Options
 	maps map[string]*ebpf.Map
+	// known is what the agent itself has put in force: to read it back from the maps
+	// of a generation needs CAP_SYS_ADMIN. nil for everybody else.
+	known *atomic.Pointer[inForce]
 }
 
 // OpenReader opens the pins of an instance; ErrNotLoaded if there are none.
@@ -63,6 +67,11 @@ type inForce struct {
 // inForce reads the generation in force: as one, though it may be flipped while it
 // is read.
 func (r *Reader) inForce() (*inForce, error) {
+	if r.known != nil {
+		if f := r.known.Load(); f != nil {
+			return f, nil
+		}
+	}
 	for range 10 {
 		var before, after kernelControlWord
 		if err := r.maps[kernelMapControl].Lookup(uint32(0), &before); err != nil {
@@ -139,8 +148,12 @@ func (r *Reader) generationAt(idx uint32) (*inForce, error) {
 	if err != nil {
 		return nil, err
 	}
-	slices.SortFunc(f.members, func(a, b Member) int { return cmp.Compare(a.CgroupID, b.CgroupID) })
+	sortMembers(f.members)
 	return f, nil
+}
+
+func sortMembers(m []Member) {
+	slices.SortFunc(m, func(a, b Member) int { return cmp.Compare(a.CgroupID, b.CgroupID) })
 }
 
 // slot is an entry of the slot map.
