@@ -77,7 +77,7 @@ unit: go-version ## ring 1: tests that need nothing
 	go test $(UNIT_PACKAGES)
 
 kernel: go-version root build ## ring 2: tests with this kernel, as root
-	BULKHEAD_BINARY=$(CURDIR)/bin/bulkhead go test -p 1 $(EXEC_AS_ROOT) $(KERNEL_PACKAGES)
+	BULKHEAD_BINARY=$(CURDIR)/bin/bulkhead go test -count=1 -p 1 $(EXEC_AS_ROOT) $(KERNEL_PACKAGES)
 
 vm: go-version build ## ring 3: tests on Debian's 6.1, 6.12 and newest kernel in virtual machines
 	go test -tags vm ./test/vm

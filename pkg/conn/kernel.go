@@ -287,7 +287,14 @@ func (k *Kernel) SetMembers(members []Member) error {
 
 // remember keeps what is in force for this Kernel's Readers.
 func (k *Kernel) remember(members []Member) {
-	f := &inForce{gen: k.tables.gen, plan: k.plan, members: slices.Clone(members)}
+	f := &inForce{gen: k.tables.gen, plan: k.plan}
+	for _, m := range members {
+		m.Level = 0 // as they are read back: the maps do not keep it
+		if m.Protected {
+			m.Compartment = 0
+		}
+		f.members = append(f.members, m)
+	}
 	sortMembers(f.members)
 	k.known.Store(f)
 }

@@ -108,7 +108,8 @@ type Totals struct {
 // deepest decides.
 type Member struct {
 	CgroupID uint64 // inode number of the cgroup's directory
-	// Level is the kernel's depth: 1 is a child of the hierarchy's true root.
+	// Level is the kernel's depth: 1 is a child of the hierarchy's true root. It is 0 in
+	// a Snapshot, since the kernel does not keep it.
 	Level int
 	// Compartment is an index into Plan.Compartments; ignored if Protected.
 	Compartment uint32
