@@ -13,6 +13,7 @@ const volatile __u32 have_retval = 1; /* bpf_set_retval and bpf_get_retval: kern
 const volatile __u32 have_comm = 1;   /* bpf_get_current_comm: CAP_PERFMON */
 
 #define EPERM 1
+#define PROTO_UDP 17
 #define EEXIST 17
 #define RACES 64 /* lost compare-and-swaps in a row before a place counts as contended */
 #define ROUNDS 3 /* the whole admission: once, and at most twice again */
@@ -75,10 +76,13 @@ static __always_inline struct slot *find_slot(__u64 *cookie, __u64 *seen)
 }
 
 /* Only one of those who delete an entry succeeds, so the filter is lowered once. */
-static __always_inline void delete_slot(__u64 *cookie)
+static __always_inline int delete_slot(__u64 *cookie)
 {
-	if (!bpf_map_delete_elem(&slots, cookie))
+	int err = bpf_map_delete_elem(&slots, cookie);
+
+	if (!err)
 		note_cookie(*cookie, -1);
+	return err;
 }
 
 enum taken {
@@ -180,8 +184,12 @@ static __always_inline int replace_slot(struct slot *s, __u64 seen, __u64 *cooki
 {
 	if (seen & SLOT_CLAIMED || !swap_slot(s, seen, SLOT_RELEASED | SLOT_CLAIMED))
 		return 0;
-	delete_slot(cookie);
-	return 1;
+	if (!delete_slot(cookie))
+		return 1;
+	/* Busy, on kernels before 6.7, under an interrupt: it may be tried again. */
+	seen |= SLOT_RELEASED | SLOT_CLAIMED;
+	__sync_val_compare_and_swap(&s->word, seen, seen & ~(__u64)SLOT_CLAIMED);
+	return 0;
 }
 
 enum cleared {
@@ -222,7 +230,7 @@ __noinline int clear_slot(__u64 cookie, __u32 same)
 	return UNCLEARED;
 }
 
-/* A word that no admission had before, on any CPU, in the life of the maps. */
+/* A word that no other admission of this socket had, nor a recent one of any other. */
 static __always_inline __u64 new_word(__u64 cookie)
 {
 	__u32 zero = 0;
@@ -398,7 +406,7 @@ __noinline int refused(__u64 route, __u32 blocked, __u32 port, __u64 addr0, __u6
 	f->pid = bpf_get_current_pid_tgid() >> 32;
 	f->bulkhead = bulkhead;
 	f->limit = limit;
-	f->err = err;
+	f->err = have_retval ? err : EPERM;
 	f->port = port;
 	f->reason = BLOCKED_WHY(blocked);
 	f->observed = observe;
@@ -455,9 +463,12 @@ static __always_inline int admit(__u32 idx, __u32 at, const struct ask *q)
 	if (err) {
 		note_cookie(q->cookie, -1);
 		give_route(idx, at);
-		/* Another thread sent through this UDP socket and its slot counts. */
-		if (err == -EEXIST)
+		if (err == -EEXIST) {
+			/* Another thread sent through this UDP socket and its slot counts. */
+			if (q->proto != PROTO_UDP)
+				count(TOTAL_UNCOUNTED);
 			return 0;
+		}
 		/* No room to remember it: it must not be counted, and it is let through. */
 		count(TOTAL_SLOTS_FULL);
 	}

@@ -26,7 +26,7 @@ char LICENSE[] SEC("license") = "Dual BSD/GPL";
  * connect() and unconnected sends, one way for every family. Destination first:
  * most connects on a node match nothing and must cost next to nothing.
  */
-static __always_inline int judge(struct bpf_sock_addr *ctx, struct dest_key *key, int ipv4)
+static __always_inline int judge(struct bpf_sock_addr *ctx, struct dest_key *key, int ipv4, int connects)
 {
 	struct ask q = {};
 	__u32 zero = 0, idx, provider = PROVIDER_OTHER;
@@ -52,9 +52,13 @@ static __always_inline int judge(struct bpf_sock_addr *ctx, struct dest_key *key
 		provider = provider_of(idx, key, q.proto, q.port);
 	who = who_connects(idx, g, word >> 1);
 	q.cookie = bpf_get_socket_cookie(ctx);
+	/* A datagram to nobody of ours leaves the association of a connected socket alone. */
+	if (!connects && (provider == PROVIDER_OTHER || who.compartment == COMPARTMENT_PROTECTED))
+		return ALLOW;
 	/*
-	 * The hook runs only for a socket whose old association is over. But UDP has one
-	 * slot for each (socket, provider): more datagrams to the same change nothing.
+	 * A connect runs the hook only if the old association is over. A UDP socket has one
+	 * slot, of the provider that it was last used for: more datagrams to the same change
+	 * nothing.
 	 */
 	if (may_have_slot(q.cookie)) {
 		__u32 same = NO_INDEX;
@@ -94,47 +98,47 @@ static __always_inline int judge(struct bpf_sock_addr *ctx, struct dest_key *key
 	return DENY;
 }
 
-static __always_inline int judge4(struct bpf_sock_addr *ctx)
+static __always_inline int judge4(struct bpf_sock_addr *ctx, int connects)
 {
 	struct dest_key key = {.prefixlen = 128};
 	__u32 a = ctx->user_ip4;
 
 	key.addr[10] = key.addr[11] = 0xff;
 	__builtin_memcpy(key.addr + 12, &a, 4);
-	return judge(ctx, &key, 1);
+	return judge(ctx, &key, 1, connects);
 }
 
-static __always_inline int judge6(struct bpf_sock_addr *ctx)
+static __always_inline int judge6(struct bpf_sock_addr *ctx, int connects)
 {
 	struct dest_key key = {.prefixlen = 128};
 	__u32 a[4] = {ctx->user_ip6[0], ctx->user_ip6[1], ctx->user_ip6[2], ctx->user_ip6[3]};
 
 	__builtin_memcpy(key.addr, a, 16);
-	return judge(ctx, &key, !a[0] && !a[1] && a[2] == bpf_htonl(0xffff));
+	return judge(ctx, &key, !a[0] && !a[1] && a[2] == bpf_htonl(0xffff), connects);
 }
 
 SEC("cgroup/connect4")
 int bh_connect4(struct bpf_sock_addr *ctx)
 {
-	return judge4(ctx);
+	return judge4(ctx, 1);
 }
 
 SEC("cgroup/connect6")
 int bh_connect6(struct bpf_sock_addr *ctx)
 {
-	return judge6(ctx);
+	return judge6(ctx, 1);
 }
 
 SEC("cgroup/sendmsg4")
 int bh_sendmsg4(struct bpf_sock_addr *ctx)
 {
-	return judge4(ctx);
+	return judge4(ctx, 0);
 }
 
 SEC("cgroup/sendmsg6")
 int bh_sendmsg6(struct bpf_sock_addr *ctx)
 {
-	return judge6(ctx);
+	return judge6(ctx, 0);
 }
 
 /*

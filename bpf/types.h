@@ -123,7 +123,7 @@ struct bulkhead {
 
 /* Traffic of one (compartment, provider). */
 struct traffic_count {
-	__u64 connections;	   /* admitted */
+	__u64 connections;	   /* let through by us; to other also what another program denied */
 	__u64 tx_bytes;		   /* IP bytes of closed connections, headers included */
 	__u64 rx_bytes;
 	__u64 pad;
@@ -156,8 +156,8 @@ enum slot_flag {
 /*
  * One connection's hold on every bulkhead on its route, keyed by socket cookie.
  *
- * word names one admission: the low 24 bits of the cookie, a number that no admission
- * of any socket had before, and the two bits above. Setting SLOT_RELEASED by
+ * word names one admission: the low 24 bits of the cookie, a number that counts
+ * admissions on each CPU, and the two bits above. Setting SLOT_RELEASED by
  * compare-and-swap is the release; deleting the entry is housekeeping. Elements of a
  * hash are reused at once, so a word that was read through a pointer counts only if it
  * has the cookie's bits, and nothing may be given back or written without it.

@@ -43,7 +43,7 @@ Exit codes: 0 right (there may be warnings), 1 wrong or not readable.`,
 			return writeJSON(a.stdout, plan)
 		}
 		_, err = fmt.Fprintf(a.stdout, "%s is right: mode %s, %s, %s, %s, %s\n", args[0], plan.Mode,
-			plural(len(plan.Features)-1, "feature"), plural(len(plan.Tenants), "tenant"),
+			plural(len(plan.Features)-1, "feature")+" beside default", plural(len(plan.Tenants), "tenant"),
 			plural(len(plan.Providers)-1, "provider"), plural(limits(plan), "limit"))
 		return err
 	}

@@ -114,7 +114,7 @@ func (a *app) detach(tree *cgroup.Tree, where conn.Options) error {
 	}
 	for _, l := range left {
 		nothing = false
-		fmt.Fprintf(a.stdout, "left cgroup %s: %s in it; its values are the kernel's defaults\n", l.Path, plural(l.Processes, "process"))
+		fmt.Fprintf(a.stdout, "left cgroup %s: %s in it; its values are the kernel's defaults (detach again when they have ended)\n", l.Path, plural(l.Processes, "process"))
 	}
 	if nothing {
 		fmt.Fprintln(a.stdout, "nothing to remove")

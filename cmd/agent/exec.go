@@ -56,6 +56,10 @@ not found, else CMD's own.`,
 		if feature == "" {
 			return wrongUse("--feature is missing")
 		}
+		// A script whose variable is not set must not lose its limits.
+		if flags.Changed("tenant") && tenant == "" {
+			return wrongUse("--tenant is empty: leave it out for the feature without a tenant")
+		}
 		return a.exec(feature, tenant, as, args)
 	}
 	return cmd

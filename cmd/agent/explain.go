@@ -272,7 +272,7 @@ func (e *explainer) route(comp, provider uint32) error {
 		if f.Observed {
 			what = "would have been refused"
 		}
-		e.say("  %s ago pid %d (%s) to %s %s: %s was %s at %s; %d on this route in all",
+		e.say("  %s ago pid %d (%s) to %s %s: %s was %s at %s; %d on this route in all, those of observe mode included",
 			age(time.Since(f.Time)), f.PID, f.Comm, f.Remote, what, f.Bulkhead, f.Reason, f.Limit, f.Total)
 	}
 	return nil

@@ -110,7 +110,7 @@ with EPERM whatever the policy says), Programs (others have programs on our
 hooks), Namespaces (some sockets could not be looked at), Slices (a feature left
 the policy and its processes are still running).`,
 		Example: `  bulkhead status
-  bulkhead status -o json | jq '.bulkheads[] | select(.in_use == .limit)'
+  bulkhead status -o json | jq '.bulkheads[] | select(.limit != null and .in_use >= .limit)'
   bulkhead status --check && echo all is well`,
 		Args: cobra.NoArgs,
 	}
@@ -327,7 +327,10 @@ func kernelConditions(snap *conn.Snapshot, where conn.Options) []cgroup.Conditio
 	}
 	t := snap.Totals
 	if t.SlotsFull > 0 {
-		out = append(out, shortfall(condSlots, "Full", "%d connections were let through uncounted because all %d slots were in use", t.SlotsFull, t.SlotsMax))
+		out = append(out, shortfall(condSlots, "Full", "%d connections were let through uncounted because there was no room or no memory for their slot (%d at most)", t.SlotsFull, t.SlotsMax))
+	}
+	if t.Uncounted > 0 {
+		out = append(out, shortfall(condCounts, "Uncounted", "%d connections were let through uncounted because an old entry of their socket did not go away", t.Uncounted))
 	}
 	if t.Underflow > 0 {
 		out = append(out, shortfall(condCounts, "Underflow", "%d releases found a count of zero: please report this as a bug", t.Underflow))

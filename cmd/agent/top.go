@@ -29,7 +29,7 @@ by compartment and provider. On a terminal it redraws; otherwise each view
 follows the one before. Ctrl-C ends it. Works while the agent is down. Needs
 root.`,
 		Example: `  bulkhead top
-  bulkhead top --count 2 --interval 10s | tail -n +1`,
+  bulkhead top --count 2 --interval 10s`,
 		Args: cobra.NoArgs,
 	}
 	interval := cmd.Flags().Duration("interval", time.Second, "time between views, 100ms or more")

@@ -57,7 +57,8 @@ type agent struct {
 	kernel *conn.Kernel
 	reader *conn.Reader
 
-	plan       *policy.Plan // in force; nil if none is
+	plan       *policy.Plan // in force; nil if none is, or inherited and not known
+	inherited  bool
 	generation uint32
 	placement  placement
 
@@ -150,7 +151,9 @@ func (a *agent) takeOver(ctx context.Context, where conn.Options) error {
 	defer r.Close()
 	s, err := r.Snapshot(ctx)
 	if errors.Is(err, os.ErrPermission) {
-		// Limits and counts are taken over all the same.
+		// Limits and counts are taken over all the same; only what a failed start
+		// would have to keep is not known.
+		a.inherited = true
 		a.log.Warn("cannot read the plan in force, which needs CAP_SYS_ADMIN; refusals of before may be told again")
 		return nil
 	}

@@ -182,9 +182,12 @@ func (a *agent) prune() {
 // if none is in force, the controllers that were turned on for them too.
 func (a *agent) rollBackSlices() {
 	var err error
-	if a.plan != nil {
+	switch {
+	case a.plan != nil:
 		_, err = a.tree.Prune(a.plan)
-	} else {
+	case a.inherited:
+		// What is in force is not known: an empty slice too many harms nobody.
+	default:
 		_, _, err = a.tree.Remove()
 	}
 	a.complain("remove the slices that were just made", err)
@@ -250,7 +253,11 @@ func (a *agent) tick() {
 		a.publish()
 	}
 	if slices.ContainsFunc(all, func(c cgroup.Cgroup) bool { return a.unused(c) }) {
+		before := a.draining
 		a.prune()
+		if a.draining != before {
+			a.publish()
+		}
 	}
 }
 

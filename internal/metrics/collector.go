@@ -103,7 +103,7 @@ func newDescs() descs {
 		cpuThrottledPeriods: desc("cpu_throttled_periods_total", "Periods in which a quota of the compartment's cgroups ran out.", group...),
 		cpuThrottled:        desc("cpu_throttled_seconds_total", "Time for which a quota held back the compartment's cgroups.", group...),
 
-		generation:  desc("policy_generation", "Generation of the policy in force; each change that comes into force adds one."),
+		generation:  desc("policy_generation", "Generation of the policy in force; each time a policy is applied adds one."),
 		reloadOK:    desc("policy_last_reload_successful", "Whether the policy that was tried last came into force. If not, the one before it is in force."),
 		reloadTime:  desc("policy_last_reload_timestamp_seconds", "When a policy was last tried, successfully or not."),
 		reloadFails: desc("policy_reload_failures_total", "Policies that were tried and refused."),

@@ -113,7 +113,7 @@ bulkhead_cpu_usage_seconds_total{feature_group="chat",tenant="free"} 1.5
 # TYPE bulkhead_max_concurrent gauge
 bulkhead_max_concurrent{feature_group="",provider="other",scope="provider",tenant=""} 0
 bulkhead_max_concurrent{feature_group="chat",provider="deepseek",scope="feature_provider",tenant=""} 15
-# HELP bulkhead_policy_generation Generation of the policy in force; each change that comes into force adds one.
+# HELP bulkhead_policy_generation Generation of the policy in force; each time a policy is applied adds one.
 # TYPE bulkhead_policy_generation gauge
 bulkhead_policy_generation 3
 # HELP bulkhead_policy_last_reload_successful Whether the policy that was tried last came into force. If not, the one before it is in force.

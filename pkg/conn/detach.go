@@ -15,6 +15,9 @@ import (
 // then on, and nothing is counted. What takes slots goes first. It refuses with a
 // BusyError while an agent runs. Removing nothing is ErrNotLoaded.
 func Detach(o Options) error {
+	if err := o.checkBPFFS(); err != nil {
+		return err
+	}
 	if _, err := os.Stat(o.dir()); errors.Is(err, os.ErrNotExist) {
 		return fmt.Errorf("%s: %w", o.dir(), ErrNotLoaded)
 	}

@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
@@ -69,7 +70,7 @@ func isFS(path string, magic int64) (bool, error) {
 	return int64(st.Type) == magic, nil
 }
 
-func (o Options) check() error {
+func (o Options) checkBPFFS() error {
 	ok, err := isFS(o.BPFFS, bpfFSMagic)
 	if err != nil {
 		return fmt.Errorf("bpf file system %s: %w (mount one: mount -t bpf bpf %s)", o.BPFFS, err, o.BPFFS)
@@ -77,7 +78,14 @@ func (o Options) check() error {
 	if !ok {
 		return fmt.Errorf("%s: %w (mount one: mount -t bpf bpf %s)", o.BPFFS, ErrNoBPFFS, o.BPFFS)
 	}
-	ok, err = isFS(o.CgroupRoot, cgroup2Magic)
+	return nil
+}
+
+func (o Options) check() error {
+	if err := o.checkBPFFS(); err != nil {
+		return err
+	}
+	ok, err := isFS(o.CgroupRoot, cgroup2Magic)
 	if err != nil {
 		return fmt.Errorf("cgroup root %s: %w", o.CgroupRoot, err)
 	}
@@ -90,7 +98,7 @@ func (o Options) check() error {
 // lock takes the instance for this process, or says who has it. bpffs has no
 // regular files, but flock(2) works on its directories.
 func (o Options) lock() (*os.File, error) {
-	for {
+	for try := 0; ; try++ {
 		if err := os.Mkdir(o.dir(), 0o700); err != nil && !errors.Is(err, os.ErrExist) {
 			return nil, fmt.Errorf("pin directory: %w%s", err, needsRoot(err))
 		}
@@ -102,6 +110,11 @@ func (o Options) lock() (*os.File, error) {
 			f.Close()
 			if errors.Is(err, unix.EWOULDBLOCK) {
 				pid, _ := Holder(o)
+				if pid == 0 && try < 10 {
+					// Perhaps only somebody who looked (Holder) for a moment.
+					time.Sleep(20 * time.Millisecond)
+					continue
+				}
 				return nil, &BusyError{Dir: o.dir(), PID: pid}
 			}
 			return nil, fmt.Errorf("lock %s: %w", o.dir(), err)

@@ -51,7 +51,7 @@ func Probe(ctx context.Context, o Options) []Finding {
 	}{
 		{"CAP_BPF", unix.CAP_BPF, true, "programs and maps cannot be loaded", "run as root, or add CAP_BPF"},
 		{"CAP_NET_ADMIN", unix.CAP_NET_ADMIN, true, "programs cannot be loaded or attached", "run as root, or add CAP_NET_ADMIN"},
-		{"CAP_SYS_ADMIN", unix.CAP_SYS_ADMIN, false, "status cannot read the plan in force, and sockets of other network namespaces cannot be reconciled", "run as root, or add CAP_SYS_ADMIN"},
+		{"CAP_SYS_ADMIN", unix.CAP_SYS_ADMIN, false, "status, conns, plan, explain, top and exec cannot read the plan in force, and sockets of other network namespaces are not reconciled", "run as root, or add CAP_SYS_ADMIN"},
 		{"CAP_PERFMON", unix.CAP_PERFMON, false, "the command of a process that is gone is not known in conns and in refusals", "run as root, or add CAP_PERFMON"},
 		{"CAP_SYS_PTRACE", unix.CAP_SYS_PTRACE, false, "network namespaces of other users' processes are not found", "run as root, or add CAP_SYS_PTRACE"},
 	} {

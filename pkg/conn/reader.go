@@ -31,6 +31,9 @@ type Reader struct {
 
 // OpenReader opens the pins of an instance; ErrNotLoaded if there are none.
 func OpenReader(o Options) (*Reader, error) {
+	if err := o.checkBPFFS(); err != nil {
+		return nil, err
+	}
 	if _, err := os.Stat(o.pins()); err != nil {
 		if errors.Is(err, os.ErrNotExist) {
 			return nil, fmt.Errorf("%s: %w (start the agent: bulkhead agent --policy FILE)", o.pins(), ErrNotLoaded)
@@ -81,8 +84,8 @@ func (r *Reader) inForce() (*inForce, error) {
 		if err2 := r.maps[kernelMapControl].Lookup(uint32(0), &after); err2 != nil {
 			return nil, fmt.Errorf("read the control word: %w", err2)
 		}
-		// One flip leaves the index that we read as it was; two may have rewritten it.
-		if after.Word>>1-before.Word>>1 < 2 || before == after {
+		// After a flip the index that was read is the one that is built next.
+		if before == after {
 			return f, err
 		}
 	}
@@ -456,8 +459,8 @@ func (r *Reader) refusals(bulkheadAt map[policy.Key]uint32, trafficAt map[traffi
 	var all []Refusal
 	for k, i := range trafficAt {
 		f := raw[i]
-		if f.AtNs == 0 {
-			continue
+		if f.AtNs == 0 || f.AtNs != f.ClaimedNs {
+			continue // none yet, or one is being written
 		}
 		all = append(all, Refusal{
 			Time:  now.Add(-time.Duration(mono - int64(f.AtNs))),

@@ -12,7 +12,7 @@ import (
 // metric is made from one.
 type Snapshot struct {
 	Time time.Time
-	// Generation counts the flips since the maps exist, from 1.
+	// Generation counts the plans applied since the maps exist, from 1.
 	Generation uint32
 	// Plan is the plan that Generation was built from.
 	Plan *policy.Plan
@@ -81,7 +81,7 @@ type Connection struct {
 // through). At most one a second on each route is told.
 type Refusal struct {
 	Time                      time.Time
-	Total                     uint64 // refusals on the route, told or not
+	Total                     uint64 // refusals and would-be refusals on the route, told or not
 	Feature, Tenant, Provider string
 	PID                       uint32
 	Comm                      string

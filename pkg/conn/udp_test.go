@@ -134,6 +134,11 @@ func testUDPSlots(in *instance) {
 			wantErrno(in, client.Connect(fd, c.p+port), 0, when("connect"))
 			in.want(1, 0, when("after connects to p"))
 		}
+		// A datagram to somebody else leaves the connected socket's slot alone.
+		if !strings.HasPrefix(c.p, "[::ffff:") {
+			wantErrno(in, client.SendTo(fd, strings.Replace(strings.Replace(c.p, "127.1.", "127.9.", 1), "fd00:1:", "fd00:9:", 1)+":80", 10), 0, when("sendto nobody of ours"))
+			in.want(1, 0, when("after a datagram to nobody of ours"))
+		}
 		if c := in.snapshot().Connections; len(c) != 1 || c[0].Proto != policy.UDP || c[0].Provider != "p" {
 			in.Errorf("connections %+v, want one of UDP to p", c)
 		}
@@ -157,9 +162,9 @@ func testUDPSlots(in *instance) {
 		wantErrno(in, client.Connect(fd, c.p+":82"), 0, when("connect"))
 		wantErrno(in, client.SendTo(fd, c.q+":80", 10), 0, when("sendto q of a socket connected to p"))
 		in.want(0, 1, when("after it"))
-		// To where no slot is needed nothing is held.
+		// A slot is held until the socket closes or is used for another provider.
 		wantErrno(in, client.SendTo(fd, "127.9.0.1:80", 10), 0, when("sendto other"))
-		in.want(0, 0, when("after it"))
+		in.want(0, 1, when("after it"))
 		client.Close(fd)
 		in.want(0, 0, when("after the close"))
 	}
