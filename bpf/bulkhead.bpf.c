@@ -23,6 +23,21 @@ char LICENSE[] SEC("license") = "Dual BSD/GPL";
 
 
 /*
+ * Make the system call fail with err. From 7.x the verifier wants to know that what
+ * bpf_set_retval gets is 0 or a negative errno, as 64 bits: it follows the mask and the
+ * subtraction, not a negation of 32 bits.
+ */
+static __always_inline void fail_with(int err)
+{
+	static long (*const set_retval)(long) = (void *)BPF_FUNC_set_retval;
+	__s64 positive = err, negative = 0;
+
+	asm volatile("%0 &= 4095" : "+r"(positive));
+	asm volatile("%0 -= %1" : "+r"(negative) : "r"(positive));
+	set_retval(negative);
+}
+
+/*
  * connect() and unconnected sends, one way for every family. Destination first:
  * most connects on a node match nothing and must cost next to nothing.
  */
@@ -94,7 +109,7 @@ static __always_inline int judge(struct bpf_sock_addr *ctx, struct dest_key *key
 	if (!err)
 		return ALLOW;
 	if (have_retval)
-		bpf_set_retval(-err);
+		fail_with(err);
 	return DENY;
 }
 

@@ -12,7 +12,6 @@ import (
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
-	"github.com/cilium/ebpf/features"
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
 
@@ -158,13 +157,32 @@ func setConstants(spec *ebpf.CollectionSpec) error {
 // haveComm says whether the programs may note the command of who connects; without,
 // only its pid is known.
 func haveComm() bool {
-	return features.HaveProgramHelper(ebpf.CGroupSockAddr, asm.FnGetCurrentComm) == nil
+	return loads(
+		asm.Mov.Reg(asm.R1, asm.RFP), asm.Add.Imm(asm.R1, -16), asm.Mov.Imm(asm.R2, 16),
+		asm.FnGetCurrentComm.Call())
 }
 
-// HaveErrno says whether connect() can fail with the policy's errno: bpf_set_retval,
-// kernel 5.18. Before, it is EPERM.
+// HaveErrno says whether connect() can fail with the policy's errno: bpf_set_retval and
+// bpf_get_retval, kernel 5.18. Before, it is EPERM.
 func HaveErrno() bool {
-	return features.HaveProgramHelper(ebpf.CGroupSockAddr, asm.FnSetRetval) == nil
+	return loads(
+		asm.FnGetRetval.Call(),
+		asm.Mov.Imm(asm.R1, -int32(unix.ECONNREFUSED)), asm.FnSetRetval.Call())
+}
+
+// loads says whether this kernel takes the instructions in a connect program of ours. It
+// is asked with the very calls that the programs make: a probe that calls a helper
+// without its arguments is refused by newer kernels for that.
+func loads(body ...asm.Instruction) bool {
+	p, err := ebpf.NewProgram(&ebpf.ProgramSpec{
+		Name: "bh_probe", Type: ebpf.CGroupSockAddr, AttachType: ebpf.AttachCGroupInet4Connect, License: "Dual BSD/GPL",
+		Instructions: append(body, asm.Mov.Imm(asm.R0, 1), asm.Return()),
+	})
+	if err != nil {
+		return false
+	}
+	p.Close()
+	return true
 }
 
 func explainLoad(err error) error {
