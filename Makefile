@@ -11,7 +11,7 @@ DEPS            := $(DEPS_GENERATE) $(DEPS_VM) $(DEPS_TEST)
 
 # Go packages by ring. What is listed under VM runs on the other kernels too;
 # what measures CPU latency runs there in virtual time, on one CPU.
-UNIT_PACKAGES    := ./pkg/policy ./internal/metrics ./test/house ./test/vm
+UNIT_PACKAGES    := ./pkg/policy ./internal/metrics ./test/generated ./test/house ./test/vm
 KERNEL_PACKAGES  := ./pkg/conn ./pkg/cgroup ./internal/agent ./internal/demo ./internal/sockets ./cmd/agent ./test/e2e
 VM_PACKAGES      := ./test/vm/guest ./pkg/conn ./pkg/cgroup ./internal/sockets ./test/e2e
 VIRTUAL_PACKAGES := ./test/cpu

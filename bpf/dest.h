@@ -28,7 +28,7 @@ __noinline int search_ports(__u32 idx, __u32 want, __u32 first, __u32 n)
 
 	if (!ranges)
 		return PROVIDER_OTHER;
-	unrolled for (int i = 0; i < 17; i++) { /* 2^17 > 65536 ranges */
+	unrolled for (int i = 0; i < 17; i++) { /* 2^17 > 131070, the most ranges of two protocols */
 		__u32 mid = lo + (hi - lo) / 2;
 		struct port_range *r = bpf_map_lookup_elem(ranges, &mid);
 

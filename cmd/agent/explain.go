@@ -204,9 +204,13 @@ func (e *explainer) to(ctx context.Context, comp uint32, host string, port uint1
 		i := e.snap.Plan.Lookup(addr, port, proto)
 		name := e.snap.Plan.Providers[i].Name
 		if prefix, ok := e.prefix(addr); ok && i != 0 {
-			e.say("%s is provider %s, by %s", netip.AddrPortFrom(addr, port), name, prefix)
+			e.say("%s is provider %s; the longest prefix that covers it is %s", netip.AddrPortFrom(addr, port), name, prefix)
 		} else {
 			e.say("%s %s is provider %s: no destination of the policy has it", netip.AddrPortFrom(addr, port), proto, name)
+		}
+		if i == 0 && proto == policy.UDP {
+			e.say("UDP to %s is neither counted nor refused", policy.OtherProvider)
+			continue
 		}
 		if !slices.Contains(providers, i) {
 			providers = append(providers, i)
@@ -237,8 +241,8 @@ func (e *explainer) resolve(ctx context.Context, host string) ([]netip.Addr, err
 	return addrs, nil
 }
 
-// prefix is the destination that decides for an address: the longest that
-// covers it.
+// prefix is the destination that is looked at for an address: the longest that
+// covers it. Its ports may be those of a shorter one.
 func (e *explainer) prefix(addr netip.Addr) (best netip.Prefix, ok bool) {
 	for _, d := range e.snap.Plan.Destinations {
 		if d.Prefix.Contains(addr) && (!ok || d.Prefix.Bits() > best.Bits()) {

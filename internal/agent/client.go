@@ -35,8 +35,8 @@ func NewClient(socket string) *Client {
 	return &Client{socket: socket, http: &http.Client{Transport: &http.Transport{DialContext: dial, DisableKeepAlives: true}}}
 }
 
-// Info asks the agent what it says of itself; ErrNoAgent if none answers within
-// two seconds.
+// Info asks the agent what it says of itself; ErrNoAgent if nobody listens, another
+// error if who does has not answered within two seconds.
 func (c *Client) Info(ctx context.Context) (Info, error) {
 	ctx, cancel := context.WithTimeout(ctx, infoTimeout)
 	defer cancel()
