@@ -188,6 +188,9 @@ func loads(body ...asm.Instruction) bool {
 func explainLoad(err error) error {
 	var ve *ebpf.VerifierError
 	switch {
+	case errors.As(err, &ve) && effectiveCapabilities()&(1<<unix.CAP_PERFMON|1<<unix.CAP_SYS_ADMIN) == 0:
+		// Without it the verifier forbids more, and older ones forbid what newer ones do not.
+		return fmt.Errorf("load kernel programs on %s: %w (this kernel wants CAP_PERFMON beside CAP_BPF and CAP_NET_ADMIN, or root)", release(), ve)
 	case errors.As(err, &ve):
 		return fmt.Errorf("load kernel programs on %s: %w", release(), ve) // the last lines of its log
 	case errors.Is(err, unix.EPERM):
