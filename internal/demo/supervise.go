@@ -33,8 +33,8 @@ const (
 
 // How long a part may take before the demo gives up on it.
 const (
-	readyTimeout = 15 * time.Second
-	floodTimeout = 15 * time.Second
+	readyTimeout = 60 * time.Second
+	floodTimeout = 60 * time.Second
 	stopTimeout  = 10 * time.Second
 )
 

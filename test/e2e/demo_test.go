@@ -1,3 +1,7 @@
+//go:build !vm
+
+// Not in emulated machines: the demo shows latencies, and there everything is late.
+
 package e2e
 
 import (
