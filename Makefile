@@ -17,7 +17,7 @@ VM_PACKAGES      := ./test/vm/guest ./pkg/conn ./pkg/cgroup ./internal/sockets .
 VIRTUAL_PACKAGES := ./test/cpu
 
 # Arguments of the rig, for one kernel say: make vm VM_FLAGS='-kernel 6.12 -run Admit'
-VM_FLAGS        := -timeout 25m -jobs 2
+VM_FLAGS        := -timeout 25m
 VIRTUAL_FLAGS   := -timeout 10m -jobs 2
 
 STATICCHECK     := honnef.co/go/tools/cmd/staticcheck@v0.8.2

@@ -179,10 +179,15 @@ func TestMemoryBelowUse(t *testing.T) {
 	n.write(text("1Gi"))
 	n.start()
 	client := n.client("batch")
-	n.write(text("1Mi"))
-	r := n.run("plan", n.policy)
+	// Not the agent's own file, which it would apply meanwhile.
+	next := filepath.Join(n.dir, "next.yaml")
+	if err := os.WriteFile(next, []byte(text("1Mi")), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	r := n.run("plan", next)
 	wantResult(t, r, 2)
 	wantWords(t, r.stdout, "/bulkhead.slice/bulkhead-batch.slice uses", "will not be set")
+	n.write(text("1Mi"))
 	n.must("reload")
 	wantValues(t, n.slice("batch"), map[string]string{"memory.max": fmt.Sprint(1 << 30)})
 	if c := n.status().condition("Memory"); c == nil || c.Reason != "BelowUse" || !strings.Contains(c.Message, "bulkhead-batch.slice") {
