@@ -5,19 +5,23 @@
 
 #include "admit.h"
 
-/* A bit of struct gen's near. Global, so that the verifier knows one range of it only. */
-__noinline int near_bit(__u32 idx, __u32 bit)
+/*
+ * Whether any destination can match an address; see struct gen. Without a branch:
+ * without CAP_PERFMON the verifier refuses an index whose range differs by path.
+ */
+static __always_inline int near(struct gen *g, const __u8 *addr, int ipv4)
 {
-	struct gen *g = bpf_map_lookup_elem(&gens, &idx);
+	__u32 four = addr[12] << 8 | addr[13];
+	__u32 six = NEAR_BITS + ((addr[0] ^ addr[2]) << 8 | (addr[1] ^ addr[3]));
+	__u32 choose = -(__u32)ipv4, at;
 
-	return g ? g->near[bit >> 3 & (2 * NEAR_BITS / 8 - 1)] >> (bit & 7) & 1 : 0;
-}
-
-/* Whether any destination can match an address; see struct gen. */
-static __always_inline int near(__u32 idx, const __u8 *addr, int ipv4)
-{
-	return near_bit(idx, ipv4 ? addr[12] << 8 | addr[13]
-				  : NEAR_BITS + ((addr[0] ^ addr[2]) << 8 | (addr[1] ^ addr[3])));
+	asm volatile("" : "+r"(choose));
+	at = six ^ ((six ^ four) & choose);
+	choose = at & 7;
+	at >>= 3;
+	/* clang proves the range and drops the mask, which the verifier of 6.1 needs. */
+	asm volatile("%0 &= %1" : "+r"(at) : "i"(2 * NEAR_BITS / 8 - 1));
+	return g->near[at] >> choose & 1;
 }
 
 /* The provider of a port in ports[first .. first+n). Global for the verifier's sake. */

@@ -36,9 +36,8 @@ type configuration struct {
 	// programs by hook, for their own times.
 	programs map[string]*ebpf.Program
 
-	dir string
-	in  io.Writer
-	out *bufio.Reader
+	// dir has the programs attached, inner is where the worker is during the turns.
+	dir, inner string
 }
 
 // configurations are all rows; the first two are what the others are compared with.
@@ -117,7 +116,19 @@ type lab struct {
 	root     string // cgroup of this run
 	bpffs    string
 	listener *os.File // of the server
-	stop     []func()
+	worker   worker
+	// endWorker comes before all of stop: only empty cgroups can be removed.
+	endWorker func()
+	stop      []func()
+}
+
+// worker is the process that connects. There is one for all configurations, which is
+// moved from cgroup to cgroup: two processes of the same program differ by more than
+// what is measured, by the pages and the cache sets that they happened to get.
+type worker struct {
+	pid int
+	in  io.Writer
+	out *bufio.Reader
 }
 
 func newLab() (l *lab, err error) {
@@ -162,63 +173,67 @@ func newLab() (l *lab, err error) {
 	if err := syscall.Bind(fd, &syscall.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}, Port: port}); err != nil {
 		return nil, err
 	}
-	return l, syscall.Listen(fd, 16)
+	if err := syscall.Listen(fd, 16); err != nil {
+		return nil, err
+	}
+	return l, l.startWorker()
 }
 
-func (l *lab) close() {
-	for i := len(l.stop) - 1; i >= 0; i-- {
-		l.stop[i]()
-	}
-}
-
-// start makes a configuration's cgroups and programs, and its worker inside.
-func (l *lab) start(c *configuration) error {
-	c.dir = filepath.Join(l.root, strings.NewReplacer(" ", "-", ",", "").Replace(c.name))
-	inner := filepath.Join(c.dir, "worker")
-	if err := os.MkdirAll(inner, 0o755); err != nil {
-		return err
-	}
-	l.stop = append(l.stop, func() { os.Remove(inner); os.Remove(c.dir) })
-	switch {
-	case c.empty:
-		var err error
-		if c.programs, err = l.attachEmpty(c.dir); err != nil {
-			return err
-		}
-	case c.policy != "":
-		if err := l.attachOurs(c.dir, inner, c.policy); err != nil {
-			return err
-		}
-		var err error
-		if c.programs, err = l.attached(c.dir); err != nil {
-			return err
-		}
-	}
-	cg, err := os.Open(inner)
-	if err != nil {
-		return err
-	}
-	defer cg.Close()
+func (l *lab) startWorker() error {
 	cmd := exec.Command("/proc/self/exe", "worker")
 	cmd.Stderr = os.Stderr
 	cmd.ExtraFiles = []*os.File{l.listener}
-	cmd.SysProcAttr = &syscall.SysProcAttr{UseCgroupFD: true, CgroupFD: int(cg.Fd()), Pdeathsig: syscall.SIGKILL}
-	if c.in, err = cmd.StdinPipe(); err != nil {
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	in, err := cmd.StdinPipe()
+	if err != nil {
 		return err
 	}
 	out, err := cmd.StdoutPipe()
 	if err != nil {
 		return err
 	}
-	c.out = bufio.NewReader(out)
 	if err := cmd.Start(); err != nil {
 		return err
 	}
-	l.stop = append(l.stop, func() { cmd.Process.Kill(); cmd.Wait() })
+	l.worker = worker{pid: cmd.Process.Pid, in: in, out: bufio.NewReader(out)}
+	l.endWorker = func() {
+		cmd.Process.Kill()
+		cmd.Wait()
+	}
 	return nil
 }
 
-// turn has a configuration's worker connect n times.
+func (l *lab) close() {
+	if l.endWorker != nil {
+		l.endWorker()
+	}
+	for i := len(l.stop) - 1; i >= 0; i-- {
+		l.stop[i]()
+	}
+}
+
+// start makes a configuration's cgroups and programs.
+func (l *lab) start(c *configuration) error {
+	c.dir = filepath.Join(l.root, strings.NewReplacer(" ", "-", ",", "").Replace(c.name))
+	c.inner = filepath.Join(c.dir, "worker")
+	if err := os.MkdirAll(c.inner, 0o755); err != nil {
+		return err
+	}
+	l.stop = append(l.stop, func() { os.Remove(c.inner); os.Remove(c.dir) })
+	var err error
+	switch {
+	case c.empty:
+		c.programs, err = l.attachEmpty(c.dir)
+	case c.policy != "":
+		if err = l.attachOurs(c.dir, c.inner, c.policy); err == nil {
+			c.programs, err = l.attached(c.dir)
+		}
+	}
+	return err
+}
+
+// turn has the worker connect n times in a configuration's cgroup, and gives the
+// processor time that took.
 func (l *lab) turn(c *configuration, n int) (time.Duration, error) {
 	if c.rules != "" {
 		load := exec.Command("nft", "-f", "-")
@@ -228,8 +243,11 @@ func (l *lab) turn(c *configuration, n int) (time.Duration, error) {
 		}
 		defer exec.Command("nft", "delete", "table", "ip", "bench").Run()
 	}
-	fmt.Fprintln(c.in, n)
-	line, err := c.out.ReadString('\n')
+	if err := os.WriteFile(filepath.Join(c.inner, "cgroup.procs"), []byte(fmt.Sprint(l.worker.pid)), 0); err != nil {
+		return 0, fmt.Errorf("move the worker: %w", err)
+	}
+	fmt.Fprintln(l.worker.in, n)
+	line, err := l.worker.out.ReadString('\n')
 	if err != nil {
 		return 0, fmt.Errorf("worker: %w", err)
 	}
@@ -344,7 +362,7 @@ func (l *lab) hookTimes(c *configuration, n int) (map[string]float64, error) {
 		if err != nil {
 			return nil, err
 		}
-		times[hook] = float64((s.Runtime - before[hook]).Nanoseconds()) / float64(n)
+		times[hook] = float64((s.Runtime - before[hook]).Nanoseconds()) / float64(warmUp+n)
 	}
 	return times, nil
 }

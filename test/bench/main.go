@@ -1,16 +1,18 @@
 // Command bench measures what bulkhead costs on the hot paths, as ratios within one
 // run: `make bench`.
 //
-// Every configuration has a cgroup of its own with its own programs and one worker
-// process in it; the server is outside of all of them. The workers take turns, so
-// that a drift of the machine's speed reaches all alike, and the medians over the
-// rounds are compared. Everything happens in a network namespace of its own.
+// Every configuration has a cgroup of its own with its own programs; one worker
+// process is moved from one to the next, and the server is outside of all of them.
+// Turns are short and many, so that a drift of the machine's speed reaches all alike,
+// and what is compared are medians of the differences within a round, with the 95 %
+// interval of that median. Everything happens in a network namespace of its own.
 package main
 
 import (
 	"encoding/json"
 	"flag"
 	"fmt"
+	"math"
 	"os"
 	"os/exec"
 	"runtime"
@@ -31,17 +33,21 @@ type result struct {
 	// programs at all and to empty programs on the same hooks.
 	OverNone  float64 `json:"over_none_ns"`
 	OverEmpty float64 `json:"over_empty_ns"`
+	// OverEmptyLow and High are the 95 % interval of OverEmpty, from the order
+	// statistics of the rounds (a binomial interval: no assumption on their shape).
+	OverEmptyLow  float64 `json:"over_empty_low_ns"`
+	OverEmptyHigh float64 `json:"over_empty_high_ns"`
 	// Hooks are the median nanoseconds in each hook, by the kernel's statistics.
 	Hooks map[string]float64 `json:"hooks_ns,omitempty"`
 }
 
 func main() {
 	if len(os.Args) > 1 && os.Args[1] == "worker" {
-		worker()
+		work()
 		return
 	}
-	rounds := flag.Int("rounds", 31, "turns of every configuration")
-	connects := flag.Int("connects", 2000, "connects in a turn")
+	rounds := flag.Int("rounds", 201, "turns of every configuration")
+	connects := flag.Int("connects", 300, "connects in a turn")
 	output := flag.String("o", "table", "table or json")
 	only := flag.String("only", "", "comma-separated beginnings of the names of configurations to run; none and empty always run")
 	flag.Parse()
@@ -95,9 +101,12 @@ func run(rounds, connects int, output, only string) error {
 	}
 	var results []result
 	for i, c := range chosen {
+		over := differences(times[i], times[1])
+		half := 0.98 / math.Sqrt(float64(len(over))) // 1.96 * sqrt(0.5 * 0.5 / n)
 		results = append(results, result{
 			Name: c.name, Median: quantile(times[i], 0.5), P99: quantile(times[i], 0.99),
-			OverNone: quantile(differences(times[i], times[0]), 0.5), OverEmpty: quantile(differences(times[i], times[1]), 0.5),
+			OverNone:  quantile(differences(times[i], times[0]), 0.5),
+			OverEmpty: quantile(over, 0.5), OverEmptyLow: quantile(over, max(0, 0.5-half)), OverEmptyHigh: quantile(over, min(1, 0.5+half)),
 			Hooks: hooks[i],
 		})
 	}
@@ -117,7 +126,7 @@ type report struct {
 // hookMedians measures the hooks of every configuration, in turns again.
 func hookMedians(lab *lab, chosen []*configuration, rounds, connects int) ([]map[string]float64, error) {
 	samples := make([]map[string][]float64, len(chosen))
-	for range rounds/3 + 1 {
+	for range rounds/20 + 1 {
 		for i, c := range chosen {
 			if len(c.programs) == 0 {
 				continue
@@ -175,10 +184,10 @@ func print(all report, output string) error {
 		return e.Encode(all)
 	}
 	w := tabwriter.NewWriter(os.Stdout, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(w, "connect+close\tmedian us\tp99 of rounds us\tover none us\tover empty us\tratio to empty\tin hooks ns: connect\tsockops\trelease\t")
+	fmt.Fprintln(w, "connect+close\tmedian us\tp99 of rounds us\tover none us\tover empty us\t95 %\tratio to empty\tin hooks ns: connect\tsockops\trelease\t")
 	for _, r := range results {
-		fmt.Fprintf(w, "%s\t%.2f\t%.2f\t%+.2f\t%+.2f\t%.3f\t%.0f\t%.0f\t%.0f\t\n", r.Name, r.Median/1e3, r.P99/1e3, r.OverNone/1e3, r.OverEmpty/1e3,
-			r.Median/results[1].Median, r.Hooks["connect4"], r.Hooks["sockops"], r.Hooks["sock_release"])
+		fmt.Fprintf(w, "%s\t%.2f\t%.2f\t%+.2f\t%+.2f\t%+.2f to %+.2f\t%.3f\t%.0f\t%.0f\t%.0f\t\n", r.Name, r.Median/1e3, r.P99/1e3, r.OverNone/1e3, r.OverEmpty/1e3,
+			r.OverEmptyLow/1e3, r.OverEmptyHigh/1e3, 1+r.OverEmpty/results[1].Median, r.Hooks["connect4"], r.Hooks["sockops"], r.Hooks["sock_release"])
 	}
 	if err := w.Flush(); err != nil {
 		return err
@@ -201,19 +210,32 @@ func inside() error {
 	return c.Run()
 }
 
-// worker connects and closes as often as its standard input says, and answers with
+// work connects and closes as often as its standard input says, and answers with
 // the nanoseconds of processor time that took: loopback's packets are handled within
 // the calls, and what else the machine does is not counted.
-func worker() {
+func work() {
 	const listener = 3 // inherited
 	runtime.LockOSThread()
+	var all, one unix.CPUSet
+	if unix.SchedGetaffinity(0, &all) == nil {
+		for i := range 1024 {
+			if all.IsSet(i) {
+				one.Zero()
+				one.Set(i) // the last, which has fewer interrupts than the first
+			}
+		}
+		unix.SchedSetaffinity(0, &one) // without, there is more noise and nothing else
+	}
 	for {
 		var n int
 		if _, err := fmt.Scan(&n); err != nil {
 			return
 		}
-		start := threadTime()
-		for range n {
+		var start int64
+		for i := range warmUp + n {
+			if i == warmUp {
+				start = threadTime()
+			}
 			fd, err := syscall.Socket(syscall.AF_INET, syscall.SOCK_STREAM|syscall.SOCK_CLOEXEC, 0)
 			if err != nil {
 				fmt.Println("socket:", err)
@@ -239,6 +261,10 @@ func worker() {
 		fmt.Println(threadTime() - start)
 	}
 }
+
+// warmUp is the number of connects of a turn that come before the measured ones: the
+// first meet caches that the configuration before has filled.
+const warmUp = 30
 
 func threadTime() int64 {
 	var t unix.Timespec
