@@ -33,7 +33,7 @@ The ready file is written once limits are in force and metrics can be scraped,
 and removed at the end. Logs go to stderr: JSON, or text on a terminal.`,
 		Example: `  bulkhead agent --policy /etc/bulkhead/policy.yaml
   bulkhead agent --policy /etc/bulkhead --web.listen-address 0.0.0.0:9779 --web.config.file web.yaml`,
-		Args: cobra.NoArgs,
+		Args: noArgs,
 	}
 	flags := cmd.Flags()
 	flags.StringVar(&o.Policy, "policy", "", "policy `FILE`, or a directory of *.yaml (required)")

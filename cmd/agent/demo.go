@@ -24,7 +24,7 @@ Everything runs in a network namespace and cgroups of its own, and is removed at
 the end, after Ctrl-C too. The provider and the workloads know nothing of
 bulkhead.`,
 		Example: `  sudo bulkhead demo`,
-		Args:    cobra.NoArgs,
+		Args:    noArgs,
 	}
 	out := outputFlag(cmd)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {

@@ -88,11 +88,22 @@ type groups struct {
 //
 // The error of a policy that is wrong is policy.Errors; then, as with any error
 // before the limits are in force, nothing on the node has changed. Another
-// agent on the same pins is a conn.BusyError.
+// agent on the same pins is a conn.BusyError. Only the ready file of an agent
+// that is gone is removed first of all.
 func Run(ctx context.Context, o Options) (err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 
+	// Asked before anything is changed or listened on: "address in use" would be
+	// true, and hide why, and the ready file may be that agent's.
+	if pid, ok := conn.Holder(conn.Options{BPFFS: o.BPFFS}); ok {
+		return &conn.BusyError{Dir: filepath.Join(o.BPFFS, "bulkhead"), PID: pid}
+	}
+	// One that an agent left that was killed would say what is not true yet, and
+	// go on saying so if the policy is refused.
+	if err := removeReady(o.ReadyFile); err != nil {
+		return err
+	}
 	tried := contentHash(o.Policy)
 	plan, warnings, err := Load(o.Policy)
 	if err != nil {
@@ -103,15 +114,6 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	where := conn.Options{CgroupRoot: a.tree.Dir, BPFFS: o.BPFFS}
-	// Asked before anything is listened on: "address in use" would be true, and
-	// hide why.
-	if pid, ok := conn.Holder(where); ok {
-		return &conn.BusyError{Dir: filepath.Join(o.BPFFS, "bulkhead"), PID: pid}
-	}
-	// One that an agent left that was killed would say what is not true yet.
-	if err := removeReady(o.ReadyFile); err != nil {
-		return err
-	}
 	web, err := listenWeb(o.Listen, o.WebConfig)
 	if err != nil {
 		return err

@@ -473,7 +473,7 @@ func (k *Kernel) attach(udp bool) (err error) {
 		}
 	}()
 	for _, h := range hooks() {
-		if k.links[h.name] != nil || h.udp && !udp {
+		if k.links[h.name] != nil || !h.needed(udp) {
 			continue
 		}
 		l, err := link.AttachCgroup(link.CgroupOptions{Path: k.o.CgroupRoot, Attach: h.attach, Program: k.coll.Programs[h.program]})
