@@ -110,6 +110,7 @@ func TestExitCodes(t *testing.T) {
 		code int
 		says string // on stderr
 	}{
+		{[]string{"agent", "--policy", "x", "--max-connections", "5"}, 2, "--max-connections 5: give 1024 to 4194304; see bulkhead agent --help"},
 		{[]string{"stauts"}, 2, `unknown command "stauts"; did you mean "status"?; see bulkhead --help`},
 		{[]string{"nonsense", "--check"}, 2, `unknown command "nonsense"; see bulkhead --help`},
 		{[]string{"help", "stauts"}, 2, `unknown command "stauts"; did you mean "status"?`},

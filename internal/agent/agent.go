@@ -27,6 +27,9 @@ type Options struct {
 	CgroupRoot  string // "": the true root, found by type
 	BPFFS       string // a bpf file system
 	AdminSocket string
+	// MaxConnections is how many open connections there is room to count, see
+	// conn.Options.MaxSlots.
+	MaxConnections uint32
 	// Listen are the addresses of the metrics listener; WebConfig is the path of
 	// its TLS and user configuration, or "".
 	Listen    []string
@@ -128,10 +131,15 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err := a.takeOver(ctx, where); err != nil {
 		return err
 	}
+	where.MaxSlots = o.MaxConnections
 	if a.kernel, err = conn.Open(where); err != nil {
 		return err
 	}
 	defer a.kernel.Close()
+	if n := a.kernel.MaxSlots(); o.MaxConnections != 0 && n != o.MaxConnections {
+		a.log.Warn("the table of connections that is in force keeps its size; bulkhead detach and a new start change it",
+			"max_connections", n, "asked_for", o.MaxConnections)
+	}
 	if err := a.commit(plan); err != nil {
 		return err
 	}

@@ -455,3 +455,60 @@ func TestWithoutErrno(t *testing.T) {
 		t.Errorf("%d refused, want 2", n)
 	}
 }
+
+// TestMaxSlots: what finds no room is let through and counted as such, and nothing else
+// is wrong; the size stays with the pins.
+func TestMaxSlots(t *testing.T) {
+	env := kerneltest.New(t)
+	in := &instance{T: t, Env: env, o: Options{CgroupRoot: env.Cgroup.Path, BPFFS: env.BPFFS, MaxSlots: MinMaxSlots}}
+	in.open()
+	t.Cleanup(func() { in.close() })
+	plan, cg := in.enforce("providers:\n  p: {cidrs: [127.1.0.0/16], limits: {connections: 5000}}\nfeatures:\n  f: {class: batch}\n")
+	server := kerneltest.Serve(t, "127.1.0.1:80", kerneltest.Drain)
+	client := in.start(cg)
+	const over = 76
+	var open []int
+	for range MinMaxSlots + over {
+		open = append(open, client.MustDial(kerneltest.TCP4, server.Addr))
+	}
+	s := in.snapshot()
+	if b := in.count(provider("p")); s.Totals.Slots != MinMaxSlots || s.Totals.SlotsMax != MinMaxSlots || s.Totals.SlotsFull != over ||
+		b.InUse != MinMaxSlots || b.Peak > MinMaxSlots+1 || b.Accepted != MinMaxSlots || b.refused() != 0 {
+		t.Errorf("%d connections with room for %d: %+v, %+v", len(open), MinMaxSlots, s.Totals, b)
+	}
+
+	// Those without a slot take none with them, and there is room again.
+	for _, fd := range open[MinMaxSlots-1:] {
+		client.Close(fd)
+	}
+	in.inUse(provider("p"), MinMaxSlots-1, "after the last ones have closed")
+	client.MustDial(kerneltest.TCP4, server.Addr)
+	if s := in.snapshot(); s.Totals.SlotsFull != over {
+		t.Errorf("with room for one: %+v", s.Totals)
+	}
+
+	in.close()
+	in.o.MaxSlots = 4 * MinMaxSlots
+	in.open()
+	if got := in.k.MaxSlots(); got != MinMaxSlots {
+		t.Errorf("room for %d after taking over, want the %d that are pinned", got, MinMaxSlots)
+	}
+	in.apply(plan, member(t, plan, cg, "f", ""))
+	in.leaklessBut(over)
+	in.close()
+	if err := Detach(in.o); err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range []uint32{1, MinMaxSlots - 1, MaxMaxSlots + 1} {
+		in.o.MaxSlots = n
+		if k, err := Open(in.o); err == nil {
+			k.Close()
+			t.Errorf("room for %d is taken", n)
+		}
+	}
+	in.o.MaxSlots = 2 * MinMaxSlots
+	in.open()
+	if got := in.k.MaxSlots(); got != 2*MinMaxSlots {
+		t.Errorf("room for %d, want the %d that were asked for", got, 2*MinMaxSlots)
+	}
+}
