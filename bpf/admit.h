@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
 /*
- * The counting rule: take a slot, give it back once. Nothing here knows a hook,
- * so that the test programs, which are not on one, include it too.
+ * The counting rule: take a slot, give it back once. Nothing here knows a hook.
  */
 #ifndef BULKHEAD_ADMIT_H
 #define BULKHEAD_ADMIT_H

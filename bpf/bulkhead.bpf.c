@@ -213,11 +213,14 @@ static __always_inline void established(struct bpf_sock_ops *ctx, struct slot *s
 	s->flags |= SLOT_ESTABLISHED;
 }
 
+#define OUR_CALLBACKS (BPF_SOCK_OPS_STATE_CB_FLAG | BPF_SOCK_OPS_RETRANS_CB_FLAG)
+
 SEC("sockops")
 int bh_sockops(struct bpf_sock_ops *ctx)
 {
 	__u64 cookie, seen;
 	struct slot *s;
+	__u32 flags;
 
 	switch (ctx->op) {
 	case BPF_SOCK_OPS_TCP_CONNECT_CB:
@@ -259,7 +262,9 @@ int bh_sockops(struct bpf_sock_ops *ctx)
 	 * OR: another program's flags are its own. Again when established, since
 	 * another program may have cleared ours in between.
 	 */
-	bpf_sock_ops_cb_flags_set(ctx, ctx->bpf_sock_ops_cb_flags | BPF_SOCK_OPS_STATE_CB_FLAG | BPF_SOCK_OPS_RETRANS_CB_FLAG);
+	flags = ctx->bpf_sock_ops_cb_flags;
+	if ((flags & OUR_CALLBACKS) != OUR_CALLBACKS)
+		bpf_sock_ops_cb_flags_set(ctx, flags | OUR_CALLBACKS);
 	if (ctx->op == BPF_SOCK_OPS_TCP_CONNECT_CB)
 		s->flags |= SLOT_SENT;
 	else

@@ -15,6 +15,7 @@ import (
 	"bulkhead/internal/agent"
 	"bulkhead/pkg/cgroup"
 	"bulkhead/pkg/conn"
+	"bulkhead/pkg/policy"
 )
 
 // stopLimit is how long a running agent may take to stop.
@@ -202,7 +203,7 @@ func ours(tree *cgroup.Tree) ([]string, error) {
 	}
 	var out []string
 	for _, c := range all {
-		if c.Path == "/bulkhead.slice" || strings.HasPrefix(c.Path, "/bulkhead.slice/") {
+		if policy.IsOurs(c.Path) {
 			out = append(out, c.Path)
 		}
 	}

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 )
 
 // serving serves an admin socket that answers with pid and out.
@@ -26,6 +27,21 @@ func serving(t *testing.T, path string, pid int, out Outcome) (stopped <-chan st
 	go func() { defer close(done); _ = s.Serve(l) }()
 	t.Cleanup(func() { s.Close(); <-done })
 	return stop
+}
+
+// TestReloadTimeout: an agent that does not answer does not keep the command for ever.
+func TestReloadTimeout(t *testing.T) {
+	socket := filepath.Join(t.TempDir(), "agent.sock")
+	l, err := net.Listen("unix", socket) // nobody accepts
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	c := NewClient(socket)
+	c.reloadTimeout = 10 * time.Millisecond
+	if _, err := c.Reload(t.Context()); err == nil || !strings.Contains(err.Error(), "has not answered for 10ms") {
+		t.Errorf("got %v", err)
+	}
 }
 
 func TestAdminSocket(t *testing.T) {

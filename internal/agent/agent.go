@@ -108,7 +108,7 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	tried := contentHash(o.Policy)
-	plan, warnings, err := Load(o.Policy)
+	plan, warnings, err := load(o.Policy)
 	if err != nil {
 		return err
 	}
@@ -369,7 +369,11 @@ func removeReady(path string) error {
 		return nil
 	}
 	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return fmt.Errorf("ready file: %w%s", err, needsRoot(err))
+		return fmt.Errorf("--ready-file: %w%s", err, needsRoot(err))
+	}
+	// Better said now than when the limits are in force.
+	if _, err := os.Stat(filepath.Dir(path)); err != nil {
+		return fmt.Errorf("--ready-file: %w (make the directory first)", err)
 	}
 	return nil
 }

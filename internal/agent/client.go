@@ -22,8 +22,9 @@ const infoTimeout = 2 * time.Second
 
 // Client talks to the agent on an admin socket.
 type Client struct {
-	socket string
-	http   *http.Client
+	socket        string
+	http          *http.Client
+	reloadTimeout time.Duration
 }
 
 // NewClient returns a client for the socket at a path. It connects when asked.
@@ -32,7 +33,7 @@ func NewClient(socket string) *Client {
 		var d net.Dialer
 		return d.DialContext(ctx, "unix", socket)
 	}
-	return &Client{socket: socket, http: &http.Client{Transport: &http.Transport{DialContext: dial, DisableKeepAlives: true}}}
+	return &Client{socket: socket, reloadTimeout: ReloadTimeout, http: &http.Client{Transport: &http.Transport{DialContext: dial, DisableKeepAlives: true}}}
 }
 
 // Info asks the agent what it says of itself; ErrNoAgent if nobody listens, another
@@ -45,8 +46,15 @@ func (c *Client) Info(ctx context.Context) (Info, error) {
 	return info, err
 }
 
+// ReloadTimeout is how long Reload waits. The largest policy takes a second or two, and
+// one of another kind of work, which a reload waits for, ten at most.
+const ReloadTimeout = time.Minute
+
 // Reload makes the agent reload and waits for the outcome.
 func (c *Client) Reload(ctx context.Context) (Outcome, error) {
+	late := fmt.Errorf("it has not answered for %v (is it stopped?); it may still reload", c.reloadTimeout)
+	ctx, cancel := context.WithTimeoutCause(ctx, c.reloadTimeout, late)
+	defer cancel()
 	var out Outcome
 	err := c.do(ctx, http.MethodPost, "/v1/reload", &out)
 	return out, err
@@ -70,6 +78,8 @@ func (c *Client) do(ctx context.Context, method, path string, into any) error {
 		return fmt.Errorf("%w on %s", ErrNoAgent, c.socket)
 	case errors.Is(err, os.ErrPermission):
 		return fmt.Errorf("ask the agent on %s: %w (needs root)", c.socket, os.ErrPermission)
+	case errors.Is(err, context.DeadlineExceeded):
+		return fmt.Errorf("ask the agent on %s: %w", c.socket, context.Cause(ctx))
 	case err != nil:
 		return fmt.Errorf("ask the agent on %s: %w", c.socket, err)
 	}

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"os"
 	"slices"
 	"strings"
 	"time"
@@ -21,6 +22,16 @@ func Load(path string) (*policy.Plan, policy.Warnings, error) {
 		err = errors.Join(Unbuilt(plan)...)
 	}
 	return plan, warnings, err
+}
+
+// load is Load for the agent itself, which reads its policy again and again.
+func load(path string) (*policy.Plan, policy.Warnings, error) {
+	if info, err := os.Stat(path); err == nil && !info.IsDir() {
+		if err := regular(path); err != nil {
+			return nil, nil, fmt.Errorf("read policy: %w", err)
+		}
+	}
+	return Load(path)
 }
 
 // Unbuilt lists what a plan asks for and the agent of this release cannot do, each a
@@ -84,7 +95,7 @@ func place(plan *policy.Plan, all []cgroup.Cgroup) placement {
 // the owner calls it.
 func (a *agent) reload(trigger string) Outcome {
 	before := contentHash(a.o.Policy)
-	plan, warnings, err := Load(a.o.Policy)
+	plan, warnings, err := load(a.o.Policy)
 	if contentHash(a.o.Policy) == before {
 		a.tried = before
 	} else {
@@ -267,8 +278,7 @@ func (a *agent) tick() {
 // unused reports whether a cgroup of ours is none of the plan's slices, so that
 // it may be removed once it is empty.
 func (a *agent) unused(c cgroup.Cgroup) bool {
-	const ours = "/bulkhead.slice/"
-	if !strings.HasPrefix(c.Path, ours) {
+	if !policy.IsOurs(c.Path) || c.Path == policy.ParentSlice {
 		return false
 	}
 	return !slices.ContainsFunc(a.plan.Compartments, func(k policy.Compartment) bool { return k.Slice == c.Path })

@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"bulkhead/pkg/cgroup"
 	"bulkhead/pkg/conn"
 	"bulkhead/pkg/policy"
@@ -32,7 +34,7 @@ features:
   quiet: {class: background}
 `
 
-func load(t *testing.T, text string) (*policy.Plan, error) {
+func loaded(t *testing.T, text string) (*policy.Plan, error) {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "policy.yaml")
 	write(t, path, text)
@@ -49,23 +51,47 @@ func TestLoadRefuses(t *testing.T) {
 		{"unit", strings.Replace(aPolicy, `cgroup: "/app/*"`, "unit: chat.service", 1), "match by unit is not built yet"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			if _, err := load(t, c.text); err == nil || !strings.Contains(err.Error(), c.want) {
+			if _, err := loaded(t, c.text); err == nil || !strings.Contains(err.Error(), c.want) {
 				t.Errorf("got %v, want %q", err, c.want)
 			}
 		})
 	}
-	if _, _, err := Load(filepath.Join(t.TempDir(), "none")); !errors.Is(err, os.ErrNotExist) {
+	if _, _, err := load(filepath.Join(t.TempDir(), "none")); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("no file: %v", err)
 	}
-	if _, err := load(t, aPolicy); err != nil {
+	if _, err := loaded(t, aPolicy); err != nil {
 		t.Errorf("a right policy: %v", err)
+	}
+}
+
+// TestPipe: a FIFO in the policy's place is refused at once. To open it would wait for
+// somebody to write, and reload, SIGTERM and all that the owner does with it.
+func TestPipe(t *testing.T) {
+	dir := t.TempDir()
+	pipe := filepath.Join(dir, "policy.yaml")
+	must(t, unix.Mkfifo(pipe, 0o600))
+	for _, path := range []string{pipe, dir} {
+		refused := make(chan error)
+		go func() {
+			contentHash(path)
+			_, _, err := load(path)
+			refused <- err
+		}()
+		select {
+		case err := <-refused:
+			if err == nil || !strings.Contains(err.Error(), "is not a regular file") {
+				t.Errorf("%s: %v", path, err)
+			}
+		case <-time.After(10 * time.Second):
+			t.Fatalf("%s: still reading", path)
+		}
 	}
 }
 
 // TestPlace: slices and adopted cgroups become members of their compartments,
 // and protection wins over both.
 func TestPlace(t *testing.T) {
-	plan, err := load(t, aPolicy)
+	plan, err := loaded(t, aPolicy)
 	must(t, err)
 	all := []cgroup.Cgroup{
 		{Path: "/", ID: 10, Level: 2},

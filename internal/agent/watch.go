@@ -211,7 +211,11 @@ func contentHash(path string) string {
 	h := sha256.New()
 	add := func(name string) {
 		fmt.Fprintf(h, "%d %s\n", len(name), name)
-		f, err := os.Open(name)
+		err := regular(name)
+		var f *os.File
+		if err == nil {
+			f, err = os.Open(name)
+		}
 		if err == nil {
 			defer f.Close()
 			var n int64
@@ -237,4 +241,14 @@ func contentHash(path string) string {
 		}
 	}
 	return hex.EncodeToString(h.Sum(nil))
+}
+
+// regular refuses what is no regular file, behind all links: to open a FIFO waits for
+// somebody to write, and the agent with it.
+func regular(name string) error {
+	info, err := os.Stat(name)
+	if err == nil && !info.Mode().IsRegular() {
+		err = fmt.Errorf("%s is not a regular file", name)
+	}
+	return err
 }

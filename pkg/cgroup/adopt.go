@@ -53,7 +53,7 @@ func Adopt(plan *policy.Plan, all []Cgroup) []Adopted {
 		if protected[path.Dir(c.Path)] {
 			protected[c.Path] = true
 		}
-		if c.Path == "/" || isOurs(c.Path) || protected[c.Path] {
+		if c.Path == "/" || policy.IsOurs(c.Path) || protected[c.Path] {
 			continue
 		}
 		around, covered := inside[path.Dir(c.Path)]
@@ -72,10 +72,6 @@ func Adopt(plan *policy.Plan, all []Cgroup) []Adopted {
 		}
 	}
 	return out
-}
-
-func isOurs(p string) bool {
-	return p == parentSlice || strings.HasPrefix(p, parentSlice+"/")
 }
 
 // match takes a name as it is before it takes it as a glob: unit names have

@@ -8,6 +8,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"bulkhead/pkg/policy"
 )
 
 // enterTries bounds how often Enter makes a leaf again that was removed as
@@ -21,7 +23,7 @@ const enterTries = 100
 //
 // When it returns without an error the kernel itself has confirmed the place.
 func (t *Tree) Enter(slice string) (string, error) {
-	if !isSlice(slice) || slice == parentSlice {
+	if !isSlice(slice) || slice == policy.ParentSlice {
 		return "", fmt.Errorf("enter cgroup %s: not the slice of a compartment", slice)
 	}
 	if _, err := t.Get(slice); err != nil {

@@ -295,7 +295,7 @@ func plan(mode policy.Mode, tenants []string, features ...policy.Feature) *polic
 	p.Features = append([]policy.Feature{{Name: policy.DefaultFeature, Class: policy.Background}}, features...)
 	p.Compartments = []policy.Compartment{{Feature: policy.DefaultFeature}}
 	for _, f := range features {
-		slice := path.Join(parentSlice, "bulkhead-"+f.Name+".slice")
+		slice := path.Join(policy.ParentSlice, "bulkhead-"+f.Name+".slice")
 		p.Compartments = append(p.Compartments, policy.Compartment{Feature: f.Name, Slice: slice})
 		for _, tenant := range tenants {
 			p.Compartments = append(p.Compartments, policy.Compartment{

@@ -11,9 +11,6 @@ import (
 	"bulkhead/pkg/policy"
 )
 
-// parentSlice is the one cgroup of ours in the tree's root.
-const parentSlice = "/bulkhead.slice"
-
 // The names that we give, and so the only ones that we ever remove.
 var (
 	slicePath = regexp.MustCompile(`^/bulkhead\.slice(/bulkhead-[a-z0-9_]+\.slice(/bulkhead-[a-z0-9_]+-[a-z0-9_]+\.slice)?)?$`)
@@ -139,7 +136,7 @@ func (t *Tree) Prune(plan *policy.Plan) ([]Left, error) {
 }
 
 func (t *Tree) prune(keep map[string]bool) ([]Left, error) {
-	all, err := t.walk(parentSlice)
+	all, err := t.walk(policy.ParentSlice)
 	if err != nil {
 		return nil, err
 	}

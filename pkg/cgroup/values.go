@@ -195,7 +195,7 @@ func (t *Tree) setOwn(p string, f *policy.Feature) []Condition {
 	values := Defaults(has)
 	var conds []Condition
 	switch {
-	case p == parentSlice && has("cpu.weight"):
+	case p == policy.ParentSlice && has("cpu.weight"):
 		values = over(values, []Value{{"cpu.weight", strconv.Itoa(parentWeight)}})
 	case f != nil:
 		values = over(values, Values(f.CPU, f.Memory, has))

@@ -140,6 +140,11 @@ features:
 	if len(counts) != 2 || int(b.Accepted) != passed || int(b.refused()) != refused {
 		in.Errorf("accepted %d, rejected %v; connect returned %v", b.Accepted, b.Rejected, counts)
 	}
+	// Of the feature, which comes first on the route, places were taken for connects that
+	// then found the provider full: they are given back, with all that was counted.
+	if f := in.count(feature("f")); f.Accepted != b.Accepted || f.refused() != 0 {
+		in.Errorf("the feature accepted %d and rejected %v, the provider accepted %d", f.Accepted, f.Rejected, b.Accepted)
+	}
 	in.Logf("%d samples; accepted %d, rejected %v", samples, b.Accepted, b.Rejected)
 }
 

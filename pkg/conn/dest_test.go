@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -104,6 +105,8 @@ func TestMatching(t *testing.T) {
 		test{"by hand", testDestinations},
 		test{"property", testDestinationsProperty},
 		test{"large plan", testLargePlan},
+		test{"many ports", testManyPorts},
+		test{"other is counted", testOtherIsCounted},
 	)
 }
 
@@ -355,5 +358,87 @@ func testLargePlan(in *instance) {
 	}
 	if len(want) < providers/2 {
 		t.Errorf("only %d providers were hit", len(want))
+	}
+}
+
+// As many ranges of ports as one prefix can have: two providers with every second port, of
+// both protocols. Each port is found, and nothing of what is beside it.
+func testManyPorts(in *instance) {
+	t := in.T
+	const ranges = 2 * 65535
+	var ports [2][]string
+	for port := 1; port < 1<<16; port++ {
+		ports[port%2] = append(ports[port%2], strconv.Itoa(port))
+	}
+	var b strings.Builder
+	b.WriteString("providers:\n")
+	for i, list := range ports {
+		fmt.Fprintf(&b, "  p%d: {cidrs: [127.0.0.0/8], ports: [%s], protocol: [tcp, udp], limits: {connections: 0}}\n", i, strings.Join(list, ", "))
+	}
+	b.WriteString("features:\n  f: {class: batch}\n")
+	plan := planOf(t, b.String())
+	if n := len(plan.Destinations[0].Ports); n != ranges {
+		t.Fatalf("%d ranges, want %d", n, ranges)
+	}
+	cg := in.Mkdir("f")
+	in.apply(plan, member(t, plan, cg, "f", ""))
+	client := in.start(cg)
+	addrs := []string{"127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:32767", "127.0.0.1:32768", "127.0.0.1:65534", "127.0.0.1:65535"}
+	want := [2]uint64{3, 3}
+	for port := 3; port < 1<<16-2; port += 127 {
+		addrs = append(addrs, fmt.Sprintf("127.0.0.1:%d", port))
+		want[port%2]++
+	}
+	for _, kind := range []kerneltest.Kind{kerneltest.TCP4, kerneltest.UDP4} {
+		before := in.counts()
+		for i, errno := range client.Probe(kind, addrs) {
+			wantErrno(t, errno, errnoSeen(syscall.ECONNREFUSED), string(kind)+" "+addrs[i])
+		}
+		after := in.counts()
+		for i, w := range want {
+			p := provider("p" + strconv.Itoa(i))
+			if n := after[p].refused() - before[p].refused(); n != w {
+				t.Errorf("%s: %s refused %d, want %d", kind, p, n, w)
+			}
+		}
+	}
+}
+
+// Connections to nobody are counted by who makes them, wherever a plan has its route to
+// other, and hold nothing.
+func testOtherIsCounted(in *instance) {
+	client, _ := two(in)
+	stranger := in.start(in.Mkdir("stranger"))
+	moved := planOf(in, `
+providers:
+  n: {cidrs: [127.9.0.0/16]}
+  p: {cidrs: [127.1.0.0/16]}
+features:
+  a: {class: batch}
+  f: {class: batch}
+`)
+	want := 0
+	for i := range 2 {
+		if i == 1 {
+			in.apply(moved, member(in, moved, in.Mkdir("f"), "f", ""))
+		}
+		for range 5 {
+			client.MustDial(kerneltest.TCP4, "127.3.0.1:80")
+			want++
+			client.MustDial(kerneltest.TCP6, "[::ffff:127.3.0.1]:80")
+			want++
+		}
+		stranger.MustDial(kerneltest.TCP4, "127.3.0.1:80")
+		if n := in.traffic("f", "", "other").Connections; int(n) != want {
+			in.Errorf("plan %d: %d connections of f to other, want %d", i, n, want)
+		}
+		if n := in.traffic("default", "", "other").Connections; int(n) != i+1 {
+			in.Errorf("plan %d: %d connections of default to other, want %d", i, n, i+1)
+		}
+		for k, b := range in.counts() {
+			if b.InUse != 0 || b.Accepted != 0 {
+				in.Errorf("plan %d: %s has %d in use and accepted %d", i, k, b.InUse, b.Accepted)
+			}
+		}
 	}
 }

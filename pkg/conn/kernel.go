@@ -110,6 +110,8 @@ func Open(o Options) (_ *Kernel, err error) {
 			}
 		}
 		k.pinned = true
+	} else if err := o.alone(); err != nil {
+		return nil, err
 	}
 	k.coll, err = ebpf.NewCollectionWithOptions(k.spec, ebpf.CollectionOptions{MapReplacements: replace})
 	if err != nil {

@@ -394,6 +394,25 @@ func TestInterruptedStart(t *testing.T) {
 // Two instances side by side know nothing of one another, and a connect below both is
 // judged by both.
 func TestTwoInstances(t *testing.T) {
+	t.Run("on one root", func(t *testing.T) {
+		in := newInstance(t)
+		in.enforce(closedPolicy)
+		other := filepath.Join(in.BPFFS, "other")
+		if err := os.Mkdir(other, 0o700); err != nil {
+			t.Fatal(err)
+		}
+		o := Options{CgroupRoot: in.o.CgroupRoot, BPFFS: other}
+		k, err := Open(o)
+		if !errors.Is(err, ErrForeign) || !strings.Contains(err.Error(), "--bpffs") {
+			t.Errorf("got %v, want ErrForeign that names --bpffs", err)
+		}
+		if err == nil {
+			k.Close()
+		}
+		if entries, err := os.ReadDir(filepath.Join(other, "bulkhead")); err == nil && len(entries) > 0 {
+			t.Errorf("it left %v", entries)
+		}
+	})
 	outer := newInstance(t)
 	cg := outer.Mkdir("inner")
 	inner := &instance{T: t, Env: kerneltest.New(t)}

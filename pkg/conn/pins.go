@@ -86,7 +86,7 @@ func isFS(path string, magic int64) (bool, error) {
 func (o Options) checkBPFFS() error {
 	ok, err := isFS(o.BPFFS, bpfFSMagic)
 	if err != nil {
-		return fmt.Errorf("bpf file system %s: %w (mount one: mount -t bpf bpf %s)", o.BPFFS, err, o.BPFFS)
+		return fmt.Errorf("%w: %w (mount one: mount -t bpf bpf %s)", ErrNoBPFFS, &os.PathError{Op: "statfs", Path: o.BPFFS, Err: err}, o.BPFFS)
 	}
 	if !ok {
 		return fmt.Errorf("%s: %w (mount one: mount -t bpf bpf %s)", o.BPFFS, ErrNoBPFFS, o.BPFFS)

@@ -72,6 +72,23 @@ func Programs(o Options) ([]Program, error) {
 	return a.Programs, nil
 }
 
+// alone is ErrForeign if an instance with other pins is attached to the same root: each
+// would count and refuse, and either's detach would take the slices of both. What may
+// not be asked for, for want of CAP_SYS_ADMIN, is taken for nobody's.
+func (o Options) alone() error {
+	a, err := o.attachment()
+	if err != nil {
+		return err
+	}
+	for _, p := range a.Programs {
+		if !p.Ours && p.Name == kernelProgBhConnect4 {
+			return fmt.Errorf("%w: another instance of bulkhead is attached to %s (program %d at connect4): give the --bpffs that it was started with, or another --cgroup-root",
+				ErrForeign, o.CgroupRoot, p.ID)
+		}
+	}
+	return nil
+}
+
 // namesUDP says whether the generation in force names UDP.
 func (r *Reader) namesUDP() (bool, error) {
 	var c kernelControlWord

@@ -17,6 +17,7 @@ func TestReconcile(t *testing.T) {
 	runAll(t,
 		test{"frees nothing that lives", testReconcileFreesNothingAlive},
 		test{"frees nothing that it cannot see", testReconcileUnreachableNamespace},
+		test{"retires what it saw, and nothing else", testRetireOldWord},
 		test{"retiring races with the hooks", testRetireRaces},
 		test{"deleting tombstones races with the hooks", testBuryRaces},
 	)
@@ -87,6 +88,26 @@ func testReconcileUnreachableNamespace(in *instance) {
 			in.Fatalf("errors %v, want one ErrUnreachable", r.Errors)
 		}
 		in.want(1, 0, "after a Reconcile that could not see it")
+	}
+	client.Close(fd)
+}
+
+// A descriptor that has connected again since its slot was read: the word that was seen is
+// of a connection that is over, and the one of now is not touched.
+func testRetireOldWord(in *instance) {
+	client, _ := two(in)
+	fd, old := unreachable(in, client)
+	wantErrno(in, client.Connect(fd, "127.1.0.1:80"), 0, "connect on the same descriptor")
+	if done, err := in.k.retire(old.cookie, old.Word); err != nil || done {
+		in.Errorf("retired by an old word: %v (%v)", done, err)
+	}
+	in.want(1, 0, "after that")
+	if err := in.k.bury(old.cookie, old.Word|uint64(kernelConstantSLOT_RELEASED)); err != nil {
+		in.Error(err)
+	}
+	in.want(1, 0, "after burying by an old word")
+	if n := in.snapshot().Totals.Slots; n != 1 {
+		in.Errorf("%d entries, want that of the connection", n)
 	}
 	client.Close(fd)
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net"
 	"slices"
+	"sync"
 	"syscall"
 	"testing"
 
@@ -26,6 +27,7 @@ func TestSlotLife(t *testing.T) {
 		test{"unreachable", testUnreachable},
 		test{"close, reset, hangup", testCloses},
 		test{"peer closes first", testCloseWait},
+		test{"close with a dead peer", testDeadPeer},
 		test{"close in SYN_SENT", testSynSent},
 		test{"AF_UNSPEC", testDisconnect},
 		test{"again and elsewhere on one descriptor", testReconnect},
@@ -36,6 +38,7 @@ func TestSlotLife(t *testing.T) {
 		test{"bound and never connected", testBound},
 		test{"MPTCP", testMPTCP},
 		test{"another program refuses", testAnotherProgram},
+		test{"another program has callbacks of its own", testOtherCallbacks},
 	)
 }
 
@@ -230,6 +233,23 @@ func testCloseWait(in *instance) {
 	}
 	in.want(5, 0, "in CLOSE_WAIT")
 	client.Close(fds...)
+}
+
+// Nothing of the client reaches its peer any more: the kernel goes on sending the FIN for
+// minutes, and the slot is free directly after the close.
+func testDeadPeer(in *instance) {
+	client, _ := two(in)
+	fd := client.MustDial(kerneltest.TCP4, "127.1.0.1:80")
+	in.want(1, 0, "connected")
+	alive := attach(in, in.Cgroup.Path, ebpf.CGroupSKB, ebpf.AttachCGroupInetEgress,
+		asm.Instructions{asm.Mov.Imm(asm.R0, 0), asm.Return()}) // drops every packet
+	client.Close(fd)
+	in.want(0, 0, "directly after the close")
+	if err := noSockets(in, "127.1.0.1:80"); err == nil {
+		in.Error("the connection is over: the FIN was not lost")
+	}
+	alive()
+	in.empty("after the FIN has come through")
 }
 
 // A server that answers no SYN: its queue of one is full.
@@ -489,19 +509,24 @@ func testMPTCP(in *instance) {
 // denyAll is a connect4 program of somebody else that denies everything.
 func denyAll(in *instance, cgroup string) {
 	in.Helper()
-	prog, err := ebpf.NewProgram(&ebpf.ProgramSpec{
-		Type: ebpf.CGroupSockAddr, AttachType: ebpf.AttachCGroupInet4Connect, License: "GPL",
-		Instructions: asm.Instructions{asm.Mov.Imm(asm.R0, 0), asm.Return()},
-	})
+	attach(in, cgroup, ebpf.CGroupSockAddr, ebpf.AttachCGroupInet4Connect, asm.Instructions{asm.Mov.Imm(asm.R0, 0), asm.Return()})
+}
+
+// attach attaches a program of somebody else until the test ends or detach is called.
+func attach(in *instance, cgroup string, typ ebpf.ProgramType, at ebpf.AttachType, code asm.Instructions) (detach func()) {
+	in.Helper()
+	prog, err := ebpf.NewProgram(&ebpf.ProgramSpec{Type: typ, AttachType: at, License: "GPL", Instructions: code})
 	if err != nil {
 		in.Fatal(err)
 	}
 	defer prog.Close()
-	l, err := link.AttachCgroup(link.CgroupOptions{Path: cgroup, Attach: ebpf.AttachCGroupInet4Connect, Program: prog})
+	l, err := link.AttachCgroup(link.CgroupOptions{Path: cgroup, Attach: at, Program: prog})
 	if err != nil {
 		in.Fatal(err)
 	}
-	in.Cleanup(func() { l.Close() })
+	detach = sync.OnceFunc(func() { l.Close() })
+	in.Cleanup(detach)
+	return detach
 }
 
 // A connect that a program before ours has denied takes no slot; one that a program
@@ -533,6 +558,71 @@ func testAnotherProgram(in *instance) {
 	in.empty("after connects that a program after ours denied")
 	if b := in.count(provider("p")); b.refused() != 0 {
 		in.Errorf("%d counted as refused by us", b.refused())
+	}
+}
+
+// Two sockops programs of others: one before ours asks for callbacks of its own, which
+// ours must not end; one after ours ends all callbacks as soon as a connect begins, and
+// ours must ask again, or nothing would tell that the connection is over.
+func testOtherCallbacks(in *instance) {
+	// enum bpf_sock_ops and the flags, and offsets in struct bpf_sock_ops (linux/bpf.h).
+	const connectOp, establishedOp, rttFlag = 3, 4, 8
+	const opAt, flagsAt = 0, 84
+	asked, err := ebpf.NewMap(&ebpf.MapSpec{Type: ebpf.Array, KeySize: 4, ValueSize: 4, MaxEntries: 1})
+	if err != nil {
+		in.Fatal(err)
+	}
+	defer asked.Close()
+	client, _ := two(in)
+	early := in.Mkdir("f/early") // programs of descendants run first
+	attach(in, early.Path, ebpf.SockOps, ebpf.AttachCGroupSockOps, asm.Instructions{
+		asm.Mov.Reg(asm.R6, asm.R1),
+		asm.LoadMem(asm.R2, asm.R6, opAt, asm.Word),
+		asm.JEq.Imm(asm.R2, establishedOp, "established"),
+		asm.JNE.Imm(asm.R2, connectOp, "out"),
+		asm.Mov.Imm(asm.R2, rttFlag),
+		asm.FnSockOpsCbFlagsSet.Call(),
+		asm.Ja.Label("out"),
+		// What it asked for, it still has: store the flags.
+		asm.LoadMem(asm.R7, asm.R6, flagsAt, asm.Word).WithSymbol("established"),
+		asm.StoreImm(asm.RFP, -4, 0, asm.Word),
+		asm.Mov.Reg(asm.R2, asm.RFP),
+		asm.Add.Imm(asm.R2, -4),
+		asm.LoadMapPtr(asm.R1, asked.FD()),
+		asm.FnMapLookupElem.Call(),
+		asm.JEq.Imm(asm.R0, 0, "out"),
+		asm.StoreMem(asm.R0, 0, asm.R7, asm.Word),
+		asm.Mov.Imm(asm.R0, 1).WithSymbol("out"),
+		asm.Return(),
+	})
+	first := in.start(early)
+	fd := first.MustDial(kerneltest.TCP4, "127.1.0.1:80")
+	var flags uint32
+	if err := asked.Lookup(uint32(0), &flags); err != nil {
+		in.Fatal(err)
+	}
+	if flags&rttFlag == 0 || flags == rttFlag {
+		in.Errorf("callback flags %#x when established, want the other program's %#x and ours", flags, rttFlag)
+	}
+	first.Close(fd)
+	in.empty("after its close")
+
+	attach(in, in.Cgroup.Path, ebpf.SockOps, ebpf.AttachCGroupSockOps, asm.Instructions{
+		asm.LoadMem(asm.R2, asm.R1, opAt, asm.Word),
+		asm.JNE.Imm(asm.R2, connectOp, "out"),
+		asm.Mov.Imm(asm.R2, 0),
+		asm.FnSockOpsCbFlagsSet.Call(),
+		asm.Mov.Imm(asm.R0, 1).WithSymbol("out"),
+		asm.Return(),
+	})
+	before := in.traffic("f", "", "p")
+	fd = client.MustDial(kerneltest.TCP4, "127.1.0.1:80")
+	in.want(1, 0, "connected, with callbacks ended by another program")
+	client.Upload(fd, 1000)
+	client.Close(fd)
+	in.empty("after a close whose callbacks another program had ended")
+	if after := in.traffic("f", "", "p"); after.TxBytes < before.TxBytes+1000 {
+		in.Errorf("%d bytes sent after 1000 more, were %d", after.TxBytes, before.TxBytes)
 	}
 }
 

@@ -1,6 +1,7 @@
 package conn
 
 import (
+	"errors"
 	"fmt"
 	"maps"
 	"net"
@@ -9,6 +10,8 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"bulkhead/internal/kerneltest"
 	"bulkhead/pkg/policy"
@@ -22,6 +25,7 @@ func TestUDP(t *testing.T) {
 		test{"disconnected", testUDPDisconnected},
 		test{"threads that share a socket", testUDPThreads},
 		test{"bytes", testUDPBytes},
+		test{"bytes of what is cut into segments later", testUDPSegments},
 	)
 }
 
@@ -282,5 +286,56 @@ func testUDPBytes(in *instance) {
 		if after := in.traffic("f", "", "p"); after.TxBytes != tr.TxBytes || after.RxBytes != tr.RxBytes {
 			in.Errorf("%s: %+v after the close, was %+v", c.Kind, after, tr)
 		}
+	}
+}
+
+// A send with UDP_SEGMENT is one packet where it is counted and many on the wire (udp(7)):
+// each has headers of its own.
+func testUDPSegments(in *instance) {
+	client := udp(in)
+	const segments, size = 10, 500
+	for _, c := range []struct {
+		kerneltest.Kind
+		listen string
+		header uint64
+	}{
+		{kerneltest.UDP4, "127.1.0.1:0", 28},
+		{kerneltest.UDP6, "[::1]:0", 48},
+	} {
+		if c.Kind == kerneltest.UDP6 {
+			plan := planOf(in, "providers:\n  p: {cidrs: ['::1/128'], protocol: udp}\nfeatures:\n  f: {class: batch}\n")
+			in.apply(plan, member(in, plan, in.Mkdir("f"), "f", ""))
+		}
+		server, err := net.ListenPacket("udp", c.listen)
+		if err != nil {
+			in.Fatal(err)
+		}
+		defer server.Close()
+		fd := client.MustDial(c.Kind, server.LocalAddr().String())
+		process, err := unix.PidfdOpen(client.PID, 0)
+		if err != nil {
+			in.Fatal(err)
+		}
+		defer unix.Close(process)
+		shared, err := unix.PidfdGetfd(process, fd, 0)
+		if err != nil {
+			in.Fatal(err)
+		}
+		err = errors.Join(unix.SetsockoptInt(shared, unix.IPPROTO_UDP, unix.UDP_SEGMENT, size), unix.Close(shared))
+		if err != nil {
+			in.Fatal(err)
+		}
+		before := in.traffic("f", "", "p").TxBytes
+		wantErrno(in, client.SendTo(fd, "", segments*size), 0, "send")
+		b := make([]byte, 2*size)
+		for range segments {
+			if n, _, err := server.ReadFrom(b); err != nil || n != size {
+				in.Fatalf("%s: a datagram of %d bytes (%v), want %d", c.Kind, n, err, size)
+			}
+		}
+		if tx, want := in.traffic("f", "", "p").TxBytes-before, segments*(size+c.header); tx != want {
+			in.Errorf("%s: %d bytes sent, want %d", c.Kind, tx, want)
+		}
+		client.Close(fd)
 	}
 }

@@ -95,7 +95,7 @@ func (f *File) plan() (*Plan, error) {
 			feature.Match = append(feature.Match, m.Match)
 		}
 		p.Features = append(p.Features, feature)
-		slice := "/bulkhead.slice/bulkhead-" + d.value + ".slice"
+		slice := ParentSlice + "/bulkhead-" + d.value + ".slice"
 		p.Compartments = append(p.Compartments, Compartment{Feature: d.value, Class: d.class, Slice: slice})
 		for _, t := range p.Tenants {
 			p.Compartments = append(p.Compartments, Compartment{

@@ -311,7 +311,8 @@ func TestErrors(t *testing.T) {
 			"  o: {class: batch, cpu: {max: 900000%}}\n" +
 			"  p: {class: batch, cpu: {weight: 10001}}\n" +
 			"  q: {class: batch, cpu: {max: 5%, period: \"600\"}}\n" +
-			"  r: {class: batch, cpu: {max: 5%, period: 1h30}}\n", []string{
+			"  r: {class: batch, cpu: {max: 5%, period: 1h30}}\n" +
+			"  s: {class: batch, cpu: {max: 5%, period: 0ms}}\n", []string{
 			"p.yaml:6:35: features.a.cpu.weight: 0 is out of range; write a plain number from 1 to 10000",
 			"p.yaml:7:44: features.b.cpu: idle: true and a weight exclude each other: an idle cgroup has no weight",
 			"p.yaml:8:19: features.c.cpu: idle: false needs a weight: class background has none but idle",
@@ -330,6 +331,7 @@ func TestErrors(t *testing.T) {
 			"p.yaml:21:35: features.p.cpu.weight: 10001 is out of range; write a plain number from 1 to 10000",
 			`p.yaml:22:44: features.q.cpu.period: "600" is missing its unit; write a time from 1ms to 1s, such as 100ms`,
 			`p.yaml:23:44: features.r.cpu.period: "1h30" is not a time from 1ms to 1s, such as 100ms`,
+			`p.yaml:24:44: features.s.cpu.period: "0ms" is out of range; write a time from 1ms to 1s, such as 100ms`,
 		}},
 		{"memory", head + "providers: {}\nfeatures:\n" +
 			"  a: {class: batch, memory: {high: 2Gi, max: 1Gi}}\n" +

@@ -1,6 +1,9 @@
 package policy
 
-import "net/netip"
+import (
+	"net/netip"
+	"strings"
+)
 
 // Reserved names. They may be given limits like any other but never
 // destinations (other) or a match, CPU, memory (default).
@@ -20,6 +23,15 @@ const (
 	Enforce Mode = "enforce"
 	Observe Mode = "observe"
 )
+
+// ParentSlice is the path of the one cgroup of ours in the root that everything is
+// confined to; all slices are in it.
+const ParentSlice = "/bulkhead.slice"
+
+// IsOurs says whether the path of a cgroup, from that root, is ParentSlice or in it.
+func IsOurs(path string) bool {
+	return path == ParentSlice || strings.HasPrefix(path, ParentSlice+"/")
+}
 
 // Class is a feature's priority.
 type Class string

@@ -166,13 +166,17 @@ func countPorts(ranges []PortRange) (n int) {
 }
 
 // warnMatch warns of matches that never have an effect, because what they name
-// is protected.
+// is protected, or ours.
 func (f *File) warnMatch(ws *findings, path string, d *feature) {
 	protect := builtInProtect()
 	for _, s := range f.protect {
 		protect = append(protect, s.value)
 	}
 	for _, m := range d.match {
+		if IsOurs(m.Cgroup) {
+			ws.add(m.at, "%s.match: %s is bulkhead's own: what is in it is in its compartment already, and nothing else is adopted there", path, m.Cgroup)
+			continue
+		}
 		for _, s := range protect {
 			var same bool
 			switch {

@@ -70,6 +70,10 @@ func TestWarnings(t *testing.T) {
 			"p.yaml:15:7: features.f.match: matches what is protected (/a/b), which is never refused",
 			"p.yaml:16:7: features.f.match: matches what is protected (/a/b), which is never refused",
 		}},
+		{"our own slices", provider + "features:\n  f:\n    class: batch\n    match:\n    - {cgroup: /bulkhead.slice}\n    - {cgroup: /bulkhead.slice/bulkhead-f.slice/x}\n    - {cgroup: /bulkhead.slices}\n", []string{
+			"p.yaml:10:7: features.f.match: /bulkhead.slice is bulkhead's own: what is in it is in its compartment already, and nothing else is adopted there",
+			"p.yaml:11:7: features.f.match: /bulkhead.slice/bulkhead-f.slice/x is bulkhead's own: what is in it is in its compartment already, and nothing else is adopted there",
+		}},
 		{"a quota for realtime", provider + "features:\n  f: {class: realtime, cpu: {max: 50%}}\n  g: {class: batch, cpu: {max: 50%}}\n", []string{
 			"p.yaml:7:35: features.f.cpu.max: a quota stalls a realtime feature for the rest of a period as soon as a burst has used it up, long before its average reaches it; weights alone do not",
 		}},

@@ -6,6 +6,7 @@ import (
 	"maps"
 	"math"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -343,6 +344,34 @@ func TestCPUTime(t *testing.T) {
 		}
 		if !maps.Equal(told, want) || !maps.Equal(scraped, want) {
 			return fmt.Errorf("status says %v, metrics say %v, want %v", told, scraped, want)
+		}
+		return nil
+	})
+}
+
+// The CPU time of a cgroup that is adopted while the agent runs is its feature's from then
+// on, also on hosts whose cpu controller is elsewhere: the kernel counts it anyway.
+func TestCPUTimeOfAdopted(t *testing.T) {
+	n := newNode(t)
+	n.write("apiVersion: bulkhead/v1\nkind: Policy\nmode: enforce\nproviders: {}\nfeatures:\n  late: {class: batch, match: [{cgroup: /late}]}\n")
+	n.start()
+	late := n.Mkdir("late")
+	work := exec.Command("sh", "-c", "echo 0 > "+late.Path+"/cgroup.procs; i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done")
+	if out, err := work.CombinedOutput(); err != nil {
+		t.Fatalf("%v %s", err, out)
+	}
+	kerneltest.Poll(t, "metrics have its CPU time", func() error {
+		text, err := os.ReadFile(filepath.Join(late.Path, "cpu.stat"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var usage uint64
+		if _, err := fmt.Sscanf(string(text), "usage_usec %d", &usage); err != nil || usage == 0 {
+			t.Fatalf("%v in %s", err, text)
+		}
+		s := series("cpu_usage_seconds_total", "feature_group", "late", "tenant", "")
+		if told := uint64(math.Round(n.scrape()[s] * 1e6)); told != usage {
+			return fmt.Errorf("metrics say %d us, the kernel %d", told, usage)
 		}
 		return nil
 	})

@@ -7,10 +7,14 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
 
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/asm"
+	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
 
 	"bulkhead/internal/kerneltest"
@@ -60,13 +64,14 @@ func TestBadEnvironment(t *testing.T) {
 		cmd   *exec.Cmd
 		words []string
 	}{
-		{"no bpf file system", bulkhead(with("--bpffs", n.dir)), []string{n.dir, "not a bpf file system", "mount -t bpf"}},
-		{"no directory for it", bulkhead(with("--bpffs", n.dir+"/none")), []string{n.dir + "/none", "mount -t bpf"}},
+		{"no bpf file system", bulkhead(with("--bpffs", n.dir)), []string{n.dir, "not a bpf file system", "mount -t bpf", "--bpffs"}},
+		{"no directory for it", bulkhead(with("--bpffs", n.dir+"/none")), []string{n.dir + "/none", "mount -t bpf", "--bpffs"}},
 		{"no cgroup2 there", bulkhead(with("--cgroup-root", n.dir)), []string{n.dir, "cgroup v2", "--cgroup-root"}},
 		{"no directory there", bulkhead(with("--cgroup-root", n.dir+"/none")), []string{n.dir + "/none"}},
 		{"no cgroup2 at all", noCgroup2, []string{"no cgroup v2", "mount -t cgroup2"}},
 		{"no policy", bulkhead(with("--policy", n.dir+"/none")), []string{n.dir + "/none"}},
 		{"metrics address taken", bulkhead(with("--web.listen-address", n.net+"97:9779")), []string{"--web.listen-address " + n.net + "97:9779", "address already in use", "give another address"}},
+		{"no directory for the ready file", bulkhead(with("--ready-file", n.dir+"/none/ready")), []string{"--ready-file", n.dir + "/none", "make the directory"}},
 		{"status with a wrong --bpffs", bulkhead(n.args("status", "--bpffs", n.dir)), []string{n.dir, "not a bpf file system", "--bpffs"}},
 		{"status with no --bpffs", bulkhead(n.args("status", "--bpffs", n.dir+"/none")), []string{n.dir + "/none", "--bpffs", "mount -t bpf"}},
 		{"something else is the socket", bulkhead(with("--admin-socket", file)), []string{file}},
@@ -199,6 +204,70 @@ func TestFailedTakeOver(t *testing.T) {
 	wantDial(t, client, syscall.ECONNREFUSED, n.addr(1))
 	n.must("exec", "--feature", "chat", "--", "true")
 	n.wantCounts(map[string]counts{"feature_provider batch/deepseek": {12, 12, 12, 12, 2}})
+}
+
+// What fails when the slices are there already takes them back: the first start, where
+// another program keeps its hook for itself, and a reload, where there is no room for all
+// of the new slices.
+func TestSlicesTakenBack(t *testing.T) {
+	n := newNode(t)
+	n.write(shares)
+	before := n.state()
+	n.exclusive(func() {
+		alone := attached(t, n.Cgroup.Path)
+		wantSentence(t, n.run(n.agentCommand()...), 1, "attach bh_connect6 to "+n.Cgroup.Path, "another program", "bpftool cgroup tree")
+		n.wantState(before)
+		if ids := attached(t, n.Cgroup.Path); !slices.Equal(ids, alone) {
+			t.Errorf("programs %v are attached, want %v only", ids, alone)
+		}
+	})
+	n.wantDetached()
+
+	n.start()
+	before = n.state()
+	cgroups := 0
+	for _, line := range before {
+		if strings.HasPrefix(line, n.Cgroup.Path+"/") && strings.Contains(line, ` "`) {
+			cgroups++
+		}
+	}
+	limit := filepath.Join(n.Cgroup.Path, "cgroup.max.descendants")
+	if err := os.WriteFile(limit, []byte(fmt.Sprint(cgroups+1)), 0); err != nil {
+		t.Fatal(err)
+	}
+	n.write(shares + "  more: {class: batch}\n  most: {class: batch}\n")
+	wantResult(t, n.run("reload"), 1, "slice of feature most", "cgroup.max.descendants")
+	n.wantState(before)
+}
+
+// exclusive does f while a program of somebody else has the hook of connect6 for itself:
+// it is attached without a flag that lets others beside it.
+func (n *node) exclusive(f func()) {
+	n.t.Helper()
+	prog, err := ebpf.NewProgram(&ebpf.ProgramSpec{
+		Type: ebpf.CGroupSockAddr, AttachType: ebpf.AttachCGroupInet6Connect, License: "GPL",
+		Instructions: asm.Instructions{asm.Mov.Imm(asm.R0, 1), asm.Return()},
+	})
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	defer prog.Close()
+	dir, err := os.Open(n.Cgroup.Path)
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	defer dir.Close()
+	err = link.RawAttachProgram(link.RawAttachProgramOptions{Target: int(dir.Fd()), Program: prog, Attach: ebpf.AttachCGroupInet6Connect})
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	defer func() {
+		err := link.RawDetachProgram(link.RawDetachProgramOptions{Target: int(dir.Fd()), Program: prog, Attach: ebpf.AttachCGroupInet6Connect})
+		if err != nil {
+			n.t.Error(err)
+		}
+	}()
+	f()
 }
 
 func olderThan(t *testing.T, major, minor int) bool {

@@ -105,3 +105,36 @@ features:
 	wantWords(t, n.must("explain", "--from", fmt.Sprint(client.PID), "--to", n.addr(1)),
 		fmt.Sprintf("pid %d (%s) to %s refused: feature_provider batch/deepseek", client.PID, strings.TrimSpace(string(comm)), n.addr(1)))
 }
+
+// A refusal that an agent has told is not news to the one that carries on after it.
+func TestRefusalsAreToldOnce(t *testing.T) {
+	n := newNode(t)
+	n.write(`
+apiVersion: bulkhead/v1
+kind: Policy
+mode: enforce
+providers:
+  deepseek: {cidrs: [@1/32], ports: [8000], limits: {connections: 0}}
+  qwen:     {cidrs: [@2/32], ports: [8000], limits: {connections: 0}}
+features:
+  batch: {class: batch}
+`)
+	a := n.start()
+	client := n.client("batch")
+	wantDial(t, client, syscall.ECONNREFUSED, n.addr(2))
+	n.logged(`"msg":"refused"`, "qwen")
+	told := len(n.refusals("qwen"))
+	a.kill()
+	n.start()
+	before := len(n.refusals("deepseek"))
+	wantDial(t, client, syscall.ECONNREFUSED, n.addr(1))
+	kerneltest.Poll(t, "the new agent tells of a new one", func() error {
+		if len(n.refusals("deepseek")) == before {
+			return fmt.Errorf("no line")
+		}
+		return nil
+	})
+	if now := len(n.refusals("qwen")); now > told {
+		t.Errorf("one refusal made %d lines, %d of them before", now, told)
+	}
+}

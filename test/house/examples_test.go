@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"os"
 	"regexp"
+	"slices"
+	"strings"
 	"testing"
 
 	"bulkhead/pkg/policy"
@@ -31,5 +33,34 @@ func TestExamples(t *testing.T) {
 				t.Errorf("%v %v", err, warnings)
 			}
 		}
+	}
+}
+
+// The built-in protect list is the one that the reference names.
+func TestBuiltInProtect(t *testing.T) {
+	text, err := os.ReadFile("../../docs/policy.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, after, ok := strings.Cut(string(text), "The list is added to the built-in one:\n\n")
+	if !ok {
+		t.Fatal("docs/policy.md does not name the built-in list")
+	}
+	paragraph, _, _ := strings.Cut(after, "\n\n")
+	var want []string
+	for _, m := range regexp.MustCompile("`([^`]+)`").FindAllStringSubmatch(paragraph, -1) {
+		want = append(want, m[1])
+	}
+	slices.Sort(want)
+	f, err := policy.Parse("policy.yaml", []byte("apiVersion: bulkhead/v1\nkind: Policy\nmode: enforce\nproviders: {}\nfeatures: {}\n"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	plan, _, err := policy.Compile(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !slices.Equal(plan.Protect, want) {
+		t.Errorf("built in: %v\ndocs/policy.md: %v", plan.Protect, want)
 	}
 }
