@@ -116,3 +116,12 @@ func steady(series string, rate float64, last time.Duration, url func(i int) str
 	}
 	return calls
 }
+
+// warmFor is the time of warmUp's calls.
+const warmFor = 500 * time.Millisecond
+
+// warmUp returns calls that nobody counts: what a program does for the first
+// time takes longer.
+func warmUp(url string) []call {
+	return steady("warm-up", 10, warmFor, func(int) string { return url })
+}

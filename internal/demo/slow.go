@@ -45,7 +45,7 @@ func (e slow) pause() time.Duration { return e.SlowWork / 6 }
 func (e slow) round() time.Duration { return e.SlowWork + e.pause() }
 
 func (e slow) about() about {
-	takes := time.Duration(e.Rounds) * e.round()
+	takes := warmFor + time.Duration(e.Rounds)*e.round()
 	return about{
 		name:  "slow",
 		title: "a slow service holds the pool that a healthy one needs",
@@ -68,9 +68,9 @@ features:
 
 // calls are those of all rounds.
 func (e slow) calls() []call {
-	var all []call
+	all := warmUp(webURL + "/healthy?work=0s")
 	for round := range e.Rounds {
-		begin := time.Duration(round) * e.round()
+		begin := warmFor + time.Duration(round)*e.round()
 		for range e.Threads {
 			all = append(all, call{Due: begin, URL: webURL + "/slow?work=" + e.SlowWork.String(), Series: "slow"})
 		}

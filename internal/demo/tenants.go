@@ -38,7 +38,7 @@ const (
 )
 
 func (e tenants) about() about {
-	takes := time.Duration(e.Rounds) * e.Apart
+	takes := warmFor + time.Duration(e.Rounds)*e.Apart
 	return about{
 		name:  "tenants",
 		title: "tenant A floods the route that tenant B uses",
@@ -63,10 +63,10 @@ features:
 
 // calls are tenant B's.
 func (e tenants) calls() []call {
-	var all []call
+	all := warmUp(webURL + "/api?work=0s")
 	for round := range e.Rounds {
 		for range e.Calls {
-			all = append(all, call{Due: time.Duration(round) * e.Apart, URL: webURL + "/api?work=" + e.Work.String(), Series: "b"})
+			all = append(all, call{Due: warmFor + time.Duration(round)*e.Apart, URL: webURL + "/api?work=" + e.Work.String(), Series: "b"})
 		}
 	}
 	return all
