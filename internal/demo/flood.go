@@ -18,13 +18,13 @@ type flood struct {
 }
 
 // theFlood is the demo's own. Chat needs 30 x 0.1 = 3 of the provider's 20
-// places; batch's 60 workers would take three times what there is. 360 calls
+// places; batch's 60 workers would take three times what there is. 300 calls
 // give a p99 with three above it. The limits add up to the provider's 20, and
 // chat's 10 hold its 3 to 4 calls and what comes due while a busy node holds
 // chat up for a moment.
 func theFlood() flood {
 	return flood{
-		Seconds:     12,
+		Seconds:     10,
 		ServeAtOnce: 20,
 		ChatRate:    30,
 		ChatWork:    100 * time.Millisecond,
