@@ -6,7 +6,7 @@
 CLANG_VERSION   := 19
 DEPS_GENERATE   := clang-$(CLANG_VERSION) llvm-$(CLANG_VERSION) libbpf-dev linux-libc-dev
 DEPS_VM         := qemu-system-x86 busybox-static xz-utils zstd
-DEPS_TEST       := bpftool curl iproute2 python3
+DEPS_TEST       := bpftool curl iproute2 postgresql python3
 DEPS            := $(DEPS_GENERATE) $(DEPS_VM) $(DEPS_TEST)
 
 # Go packages by ring. What is listed under VM runs on the other kernels too;
@@ -37,6 +37,12 @@ EXEC_AS_ROOT    := $(if $(AS_ROOT),-exec 'sudo -E')
 .DEFAULT_GOAL := help
 .PHONY: help deps go-version root build generate generate-check vet lint unit kernel vm vm-kernels-refresh test demo demo-vm bench clean
 
+# The tests start PostgreSQL themselves: where its package is not installed yet, it
+# is told to make and start no cluster. Somebody's own setting stays.
+NO_CLUSTER      := [ -e /etc/postgresql-common/createcluster.conf ] || { \
+		$(AS_ROOT) mkdir -p /etc/postgresql-common && \
+		echo 'create_main_cluster = false' | $(AS_ROOT) tee /etc/postgresql-common/createcluster.conf >/dev/null; }
+
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -47,6 +53,7 @@ deps: ## install the Debian packages that are missing
 	[ -n "$$missing" ] || exit 0; \
 	[ $$(id -u) = 0 ] || command -v sudo >/dev/null || { echo "not root and no sudo: as root, apt-get install $$missing" >&2; exit 1; }; \
 	echo "installing $$missing"; \
+	case " $$missing " in *" postgresql "*) $(NO_CLUSTER) ;; esac && \
 	$(AS_ROOT) apt-get -qq update && \
 	$(AS_ROOT) env DEBIAN_FRONTEND=noninteractive apt-get -qq -y install --no-install-recommends $$missing >/dev/null
 

@@ -124,7 +124,7 @@ func childEnv(env []string) []string {
 	var kept []string
 	for _, e := range env {
 		name, _, _ := strings.Cut(e, "=")
-		if strings.HasPrefix(name, "PG") || strings.HasPrefix(name, "PYTHON") ||
+		if strings.HasPrefix(name, "PG") || strings.HasPrefix(name, "PYTHON") || strings.HasPrefix(name, "NODE_") ||
 			strings.HasSuffix(strings.ToLower(name), "_proxy") || name == "LC_ALL" || name == "TMPDIR" {
 			continue
 		}

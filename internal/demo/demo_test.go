@@ -384,14 +384,14 @@ func TestKilledPart(t *testing.T) {
 		supervisorCommand: "supervisor",
 		providerCommand:   "the provider",
 		proberCommand:     "the prober",
-		"app.py":          "the application",
+		"/app.":           "the application",
 		"batch.py":        "batch",
 	} {
 		sc := small(floodWithout())
 		sc.Flood.Seconds = 5
 		c := startDemo(t, root, sc)
 		c.find(t, proberCommand) // all parts run
-		syscall.Kill(c.find(t, part+" "), syscall.SIGKILL)
+		syscall.Kill(c.find(t, part), syscall.SIGKILL)
 		code, stderr := c.finish(t)
 		if code != 1 || !strings.Contains(stderr, name+" ended early: signal: killed") {
 			t.Errorf("%s killed: exit %d: %s", part, code, stderr)

@@ -33,6 +33,8 @@ type about struct {
 	policy string
 	runs   []runInfo
 	needs  []tool
+	// likes are tools that are used where they are.
+	likes []tool
 	// cpu: it needs the cpu controller on cgroup v2.
 	cpu bool
 	// refuses: in the run with bulkheads refusals are what is to be shown.

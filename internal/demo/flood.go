@@ -45,7 +45,7 @@ func (f flood) about() about {
 	return about{
 		name:  "flood",
 		title: "batch floods the provider that chat calls",
-		setup: fmt.Sprintf("a provider that works on %d calls at once and queues the rest; chat calls it %g times a second for about %d ms, %d batch workers make one call of about %d ms after another",
+		setup: fmt.Sprintf("a provider that works on %d calls at once and queues the rest; chat, in node where it is installed, calls it %g times a second for about %d ms, %d batch workers make one call of about %d ms after another",
 			f.ServeAtOnce, f.ChatRate, f.ChatWork.Milliseconds(), f.Workers, f.BatchWork.Milliseconds()),
 		measured: "chat calls",
 		key:      99,
@@ -61,6 +61,7 @@ features:
 `, loopback, floodPort, f.ServeAtOnce, f.ChatLimit, f.BatchLimit),
 		runs:  []runInfo{{run: alone, takes: takes, base: true}, {run: without, takes: takes}, {run: with, takes: takes}},
 		needs: []tool{python},
+		likes: []tool{node},
 		aims:  []aim{{run: without, atLeast: 5}, {run: with, atMost: 1.3}},
 	}
 }
@@ -78,7 +79,7 @@ func (f flood) setUp(g *stage) (batch *child, err error) {
 			return nil, err
 		}
 	}
-	return batch, g.app(role{feature: "chat"}, 0, "chat="+floodURL)
+	return batch, g.nodeApp(role{feature: "chat"}, "chat="+floodURL)
 }
 
 // calls are chat's, for so long.

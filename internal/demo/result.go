@@ -27,7 +27,7 @@ type Result struct {
 	Phases []PhaseResult `json:"phases"`
 	// Seconds is how long the demo took, its clean-up included.
 	Seconds float64 `json:"seconds"`
-	// Programs are the ordinary programs that the workloads are, with versions.
+	// Programs are the ordinary programs that the workloads were, with versions.
 	Programs []string `json:"programs"`
 	// Experiments are all that were asked for, the flood too.
 	Experiments []ExperimentResult `json:"experiments"`
@@ -182,9 +182,9 @@ func newResult(sc scenario, measured []measurement, skipped map[string]string, t
 		Policy:             sc.Flood.about().policy,
 		Phases:             []PhaseResult{},
 		Seconds:            took.Seconds(),
-		Programs:           sc.Tools.Versions,
 		Experiments:        []ExperimentResult{},
 	}
+	var done []about
 	for _, e := range sc.experiments() {
 		a := e.about()
 		var samples []measurement
@@ -198,6 +198,9 @@ func newResult(sc scenario, measured []measurement, skipped map[string]string, t
 		}
 		er := ExperimentResult{Name: a.name, Title: a.title, Setup: a.setup, Measured: a.measured, Key: a.key.String(),
 			Policy: a.policy, Skipped: skipped[a.name], Runs: newRuns(a, samples)}
+		if len(er.Runs) > 0 {
+			done = append(done, a)
+		}
 		if len(er.Runs) == len(a.runs) {
 			er.Verdict = e.verdict(pick(er.Runs))
 			er.Remarks = remarks(a, er.Runs)
@@ -207,6 +210,7 @@ func newResult(sc scenario, measured []measurement, skipped map[string]string, t
 			r.Phases = phases(er.Runs)
 		}
 	}
+	r.Programs = sc.Tools.used(done)
 	return r
 }
 

@@ -88,7 +88,21 @@ func (g *stage) whole(name string, r role, argv []string) (output []byte, took t
 // app starts the measured web application, in which so many threads answer, 0
 // is one for each request.
 func (g *stage) app(r role, threads int, args ...string) error {
-	c, err := g.ready("the application", r, g.python("app.py", append([]string{webPort, fmt.Sprint(threads)}, args...)...))
+	return g.serve(r, g.python("app.py", append([]string{webPort, fmt.Sprint(threads)}, args...)...))
+}
+
+// nodeApp is app for node, where that is installed, with a thread for each
+// request where it is not.
+func (g *stage) nodeApp(r role, dependencies ...string) error {
+	node := g.scenario.Tools.Node
+	if node == "" {
+		return g.app(r, 0, dependencies...)
+	}
+	return g.serve(r, append([]string{node, scriptPath("app.js"), webPort}, dependencies...))
+}
+
+func (g *stage) serve(r role, argv []string) error {
+	c, err := g.ready("the application", r, argv)
 	if err == nil {
 		g.needs(c)
 	}

@@ -31,9 +31,9 @@ const (
 	stopTimeout  = 10 * time.Second
 )
 
-// scripts are the workloads, ordinary programs for python3.
+// scripts are the workloads, ordinary programs for python3 and node.
 //
-//go:embed workloads/*.py
+//go:embed workloads
 var scripts embed.FS
 
 // supervise is the demo-supervisor command. What it has to say, errors too, it

@@ -13,9 +13,10 @@ import (
 // Text returns the result for people.
 func (r Result) Text(kept bool) string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "Workloads: %s.\n\n", strings.Join(r.Programs, ", "))
+	fmt.Fprintf(&b, "The workloads are programs of %s.\n\n", strings.Join(r.Programs, ", "))
 	b.WriteString(r.table())
 	b.WriteString("\nms from submission to completion of the calls that were answered; ratio of the figure marked *.\n")
+	missed := false
 	for _, e := range r.Experiments {
 		fmt.Fprintf(&b, "\n%s: %s.\n", e.Name, e.Title)
 		if e.Skipped != "" {
@@ -30,8 +31,12 @@ func (r Result) Text(kept bool) string {
 			fmt.Fprintf(&b, "  %s\n", e.Verdict)
 		}
 		for _, remark := range e.Remarks {
+			missed = true
 			fmt.Fprintf(&b, "  ! %s\n", upper(remark))
 		}
+	}
+	if missed {
+		b.WriteString("\nWhat else runs on a node shows in these times: where an aim was missed, try it on an idle one.\n")
 	}
 	if kept {
 		fmt.Fprintf(&b, "\nTook %.0f s.\n", r.Seconds)
@@ -86,7 +91,10 @@ func (r Result) table() string {
 
 // figures gives milliseconds the digits that mean something.
 func figures(ms float64) string {
-	if ms < 10 {
+	switch {
+	case ms < 1:
+		return fmt.Sprintf("%.2f", ms)
+	case ms < 10:
 		return fmt.Sprintf("%.1f", ms)
 	}
 	return fmt.Sprintf("%.0f", ms)

@@ -17,18 +17,21 @@ type tool string
 
 const (
 	python   tool = "python3"
+	node     tool = "node"
 	curl     tool = "curl"
 	postgres tool = "PostgreSQL"
 )
 
 // tools are where the ordinary programs are.
 type tools struct {
-	Python   string           `json:"python"`
+	Python string `json:"python"`
+	// Node is "" if it is not installed, which nothing needs.
+	Node     string           `json:"node"`
 	Curl     string           `json:"curl"`
 	Postgres postgresPrograms `json:"postgres"`
 	// Versions are for people; Missing is why a tool cannot be used, with the
 	// cure.
-	Versions []string        `json:"versions"`
+	Versions map[tool]string `json:"versions"`
 	Missing  map[tool]string `json:"missing"`
 }
 
@@ -46,18 +49,21 @@ const toolTimeout = 20 * time.Second
 // findTools looks for them. postgresDirs is a glob for the directories of
 // PostgreSQL's programs, which Debian keeps out of the path.
 func findTools(ctx context.Context, postgresDirs string) tools {
-	t := tools{Missing: map[tool]string{}}
+	t := tools{Versions: map[tool]string{}, Missing: map[tool]string{}}
 	found := func(name tool, version string, err error, cure string) {
 		if err != nil {
 			t.Missing[name] = fmt.Sprintf("%v: %s", err, cure)
 			return
 		}
-		t.Versions = append(t.Versions, version)
+		t.Versions[name] = version
 	}
 	var version string
 	var err error
 	t.Python, version, err = findPython(ctx)
 	found(python, version, err, "apt install python3")
+	if t.Node, version, err = findNode(ctx); err == nil {
+		t.Versions[node] = version
+	}
 	t.Curl, version, err = findCurl(ctx)
 	found(curl, version, err, "apt install curl")
 	t.Postgres, version, err = findPostgres(ctx, postgresDirs)
@@ -74,6 +80,20 @@ func (t tools) why(a about) string {
 		}
 	}
 	return strings.Join(all, "; ")
+}
+
+// used returns the programs that experiments use, with versions, for people.
+func (t tools) used(all []about) []string {
+	versions := []string{}
+	for _, name := range []tool{python, node, curl, postgres} {
+		for _, a := range all {
+			if v := t.Versions[name]; v != "" && (slices.Contains(a.needs, name) || slices.Contains(a.likes, name)) {
+				versions = append(versions, v)
+				break
+			}
+		}
+	}
+	return versions
 }
 
 // ask returns what a program writes.
@@ -102,6 +122,24 @@ func findPython(ctx context.Context) (path, version string, err error) {
 		return "", "", fmt.Errorf("%s is %s and 3.9 is needed", name, number)
 	}
 	return path, fmt.Sprintf("python3 %s (%s)", number, path), nil
+}
+
+// findNode wants 14, the oldest that the script was made for.
+func findNode(ctx context.Context) (path, version string, err error) {
+	if path, err = exec.LookPath("node"); err != nil {
+		return "", "", err
+	}
+	// The program itself, as for python3.
+	out, err := ask(ctx, path, "-p", "process.execPath + ' ' + process.versions.node")
+	path, version, ok := strings.Cut(out, " ")
+	var major int
+	if err == nil && ok {
+		_, err = fmt.Sscanf(version, "%d.", &major)
+	}
+	if err != nil || major < 14 {
+		return "", "", fmt.Errorf("node is %q (%v) and 14 is needed", out, err)
+	}
+	return path, fmt.Sprintf("node %s (%s)", version, path), nil
 }
 
 // findCurl wants 7.75, the first to write each transfer's exit code.

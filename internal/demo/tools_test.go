@@ -33,6 +33,23 @@ func TestMissingTools(t *testing.T) {
 	}
 }
 
+// Only what was used is named, in one order.
+func TestUsedTools(t *testing.T) {
+	got := tools{Versions: map[tool]string{curl: "c", python: "p", node: "n"}}
+	for _, c := range []struct {
+		all  []about
+		want string
+	}{
+		{nil, ""},
+		{[]about{theBounded().about()}, "c"},
+		{[]about{theBounded().about(), theFlood().about(), theDatabase().about()}, "p n c"},
+	} {
+		if used := strings.Join(got.used(c.all), " "); used != c.want {
+			t.Errorf("%q, want %q", used, c.want)
+		}
+	}
+}
+
 // A program that is there and does not do is named as that.
 func TestUnfitTools(t *testing.T) {
 	dir := t.TempDir()

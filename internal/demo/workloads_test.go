@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"os/exec"
 	"strings"
 	"sync/atomic"
@@ -27,8 +28,12 @@ func startScript(t *testing.T, name string, args ...string) script {
 	if err != nil {
 		t.Fatalf("these tests need python3: %v", err)
 	}
-	cmd := exec.Command(path, append([]string{"-IBS", "workloads/" + name}, args...)...)
-	cmd.Env = childEnv(nil)
+	argv := []string{path, "-IBS", "workloads/" + name}
+	if strings.HasSuffix(name, ".js") {
+		argv = []string{"node", "workloads/" + name}
+	}
+	cmd := exec.Command(argv[0], append(argv[1:], args...)...)
+	cmd.Env = childEnv(os.Environ())
 	cmd.Stderr = t.Output()
 	in, err := cmd.StdinPipe()
 	if err != nil {
@@ -70,31 +75,57 @@ func app(t *testing.T, threads string, args ...string) string {
 }
 
 // The application passes on what it calls, and tells a refusal from what went
-// wrong in another way.
+// wrong in another way, for python3 and for node.
 func TestApp(t *testing.T) {
 	dependency := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.RawQuery == "bad" {
 			http.Error(w, "no", http.StatusTeapot)
 		}
+		io.WriteString(w, "thanks")
 	}))
 	defer dependency.Close()
-	for _, threads := range []string{"0", "2"} {
-		base := app(t, threads, "good="+dependency.URL, "gone=http://"+freeAddr(t), "doc=parse:10")
-		for path, want := range map[string]int{"good?fine": 200, "good?bad": 502, "gone": 503, "doc": 200} {
+	args := []string{"good=" + dependency.URL, "gone=http://" + freeAddr(t)}
+	for name, base := range map[string]string{
+		"threads": app(t, "0", append(args, "doc=parse:10")...),
+		"pool":    app(t, "2", append(args, "doc=parse:10")...),
+		"node":    nodeApp(t, args...),
+	} {
+		for path, want := range map[string]struct {
+			status int
+			body   string
+		}{
+			"good?fine": {200, "thanks"}, "good?bad": {502, "418"}, "gone": {503, "refused"}, "doc": {200, "10"},
+		} {
+			if base == "" || name == "node" && path == "doc" {
+				continue
+			}
 			resp, err := http.Get(base + "/" + path)
 			if err != nil {
 				t.Fatal(err)
 			}
 			body, _ := io.ReadAll(resp.Body)
 			resp.Body.Close()
-			if resp.StatusCode != want {
-				t.Errorf("%s threads: %s: %s %s, want %d", threads, path, resp.Status, body, want)
-			}
-			if path == "doc" && string(body) != "10" {
-				t.Errorf("%s", body)
+			if resp.StatusCode != want.status || !strings.Contains(strings.ToLower(string(body)), want.body) {
+				t.Errorf("%s: %s: %s %s, want %v", name, path, resp.Status, body, want)
 			}
 		}
 	}
+}
+
+// nodeApp starts the application for node; "" if node is not installed.
+func nodeApp(t *testing.T, args ...string) string {
+	t.Helper()
+	if _, _, err := findNode(t.Context()); err != nil {
+		t.Logf("without node: %v", err)
+		return ""
+	}
+	addr := freeAddr(t)
+	_, port, err := net.SplitHostPort(addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	startScript(t, "app.js", append([]string{port}, args...)...)
+	return "http://" + addr
 }
 
 // With two threads a third call waits for one of the first two; with a thread

@@ -85,7 +85,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             status, body = 200, self.dependencies[name](query)
         except OSError as error:
-            status, body = (503 if refused(error) else 502), str(getattr(error, "reason", error)).encode()
+            status, body = (503 if refused(error) else 502), str(error).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
