@@ -204,7 +204,7 @@ func TestSkipped(t *testing.T) {
 	if len(r.Experiments) != 1 || r.Experiments[0].Skipped != "no controller" {
 		t.Fatalf("%+v", r.Experiments)
 	}
-	wantAll(t, words(r), "cpu skipped: no controller", "Skipped: no controller")
+	wantAll(t, words(r), "cpu skipped: no controller")
 }
 
 // The whole database gone is no division by zero, and is told in the verdict.

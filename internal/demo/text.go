@@ -18,11 +18,10 @@ func (r Result) Text(kept bool) string {
 	b.WriteString("\nms from submission to completion of the calls that were answered; ratio of the figure marked *.\n")
 	missed := false
 	for _, e := range r.Experiments {
-		fmt.Fprintf(&b, "\n%s: %s.\n", e.Name, e.Title)
 		if e.Skipped != "" {
-			fmt.Fprintf(&b, "  Skipped: %s\n", e.Skipped)
-			continue
+			continue // the table says why
 		}
+		fmt.Fprintf(&b, "\n%s: %s.\n", e.Name, e.Title)
 		fmt.Fprintf(&b, "  %s.\n", upper(e.Setup))
 		if len(r.Experiments) == 1 {
 			fmt.Fprintf(&b, "  The policy:\n\n%s\n", indent(e.Policy, "    "))
