@@ -152,6 +152,10 @@ func TestAppThreads(t *testing.T) {
 		for inside.Load() < want {
 			time.Sleep(time.Millisecond)
 		}
+		// Time enough for one more to come in, if it could.
+		for deadline := time.Now().Add(300 * time.Millisecond); inside.Load() <= want && time.Now().Before(deadline); {
+			time.Sleep(time.Millisecond)
+		}
 		close(release)
 		for range 6 {
 			if err := <-ended; err != nil {
