@@ -84,6 +84,7 @@ func small(runs ...step) scenario {
 			LimitA:      1,
 			LimitB:      1,
 			Calls:       3,
+			Step:        5 * time.Millisecond,
 			Rounds:      1,
 			Apart:       500 * time.Millisecond,
 		},

@@ -12,9 +12,11 @@ type tenants struct {
 	Workers     int           `json:"workers"`       // of tenant A: calls tried at one time
 	LimitA      int           `json:"limit_a"`       // connections
 	LimitB      int           `json:"limit_b"`
-	Calls       int           `json:"calls"`  // of tenant B, at once
-	Rounds      int           `json:"rounds"` // how often
-	Apart       time.Duration `json:"apart"`  // between two rounds
+	Calls       int           `json:"calls"` // of tenant B, in a round
+	// Step is the time between two calls of a round, Apart between two rounds.
+	Step   time.Duration `json:"step"`
+	Rounds int           `json:"rounds"`
+	Apart  time.Duration `json:"apart"`
 }
 
 // theTenants is the demo's own. Sixty calls of 100 ms, four at a time, are 1.5
@@ -27,6 +29,7 @@ func theTenants() tenants {
 		LimitA:      1,
 		LimitB:      3,
 		Calls:       5,
+		Step:        10 * time.Millisecond,
 		Rounds:      3,
 		Apart:       2 * time.Second,
 	}
@@ -42,8 +45,8 @@ func (e tenants) about() about {
 	return about{
 		name:  "tenants",
 		title: "tenant A floods the route that tenant B uses",
-		setup: fmt.Sprintf("a route that serves %d calls at once, of %d ms each; tenant A keeps %d calls on it, tenant B sends %d at once, %d times",
-			e.ServeAtOnce, e.Work.Milliseconds(), e.Workers, e.Calls, e.Rounds),
+		setup: fmt.Sprintf("a route that serves %d calls at once, of %d ms each; tenant A keeps %d calls on it, tenant B sends %d within %d ms, %d times",
+			e.ServeAtOnce, e.Work.Milliseconds(), e.Workers, e.Calls, (time.Duration(e.Calls-1) * e.Step).Milliseconds(), e.Rounds),
 		measured: "calls of tenant B",
 		key:      50,
 		policy: fmt.Sprintf(policyHead+`providers:
@@ -65,8 +68,8 @@ features:
 func (e tenants) calls() []call {
 	all := warmUp(webURL + "/api?work=0s")
 	for round := range e.Rounds {
-		for range e.Calls {
-			all = append(all, call{Due: warmFor + time.Duration(round)*e.Apart, URL: webURL + "/api?work=" + e.Work.String(), Series: "b"})
+		for i := range e.Calls {
+			all = append(all, call{Due: warmFor + time.Duration(round)*e.Apart + time.Duration(i)*e.Step, URL: webURL + "/api?work=" + e.Work.String(), Series: "b"})
 		}
 	}
 	return all
