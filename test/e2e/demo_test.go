@@ -124,12 +124,17 @@ func TestDemo(t *testing.T) {
 		}
 	}
 	for name, want := range map[string]int{
-		"flood alone": 300, "flood without": 300, "flood with": 300, "slow without": 15, "slow with": 15, "tenants without": 15, "tenants with": 15,
+		"flood alone": 300, "flood without": 300, "slow without": 15, "slow with": 15, "tenants without": 15, "tenants with": 15,
 		"bounded without": 200, "database with": 20,
 	} {
 		if run := runs[name]; run.Calls != want || run.Failed+run.Refused != 0 {
 			t.Errorf("%s: want %d calls, all answered: %+v", name, want, run)
 		}
+	}
+	// What comes due while a busy node holds chat up for a moment may be more
+	// than its places.
+	if run := runs["flood with"]; run.Calls+run.Refused != 300 || run.Calls < 270 || run.Failed != 0 {
+		t.Errorf("flood with: want 300 calls, nearly all answered: %+v", run)
 	}
 	if run := runs["bounded with"]; run.Calls < 8 || run.Refused < 100 || run.Calls+run.Refused != 200 || run.Failed != 0 {
 		t.Errorf("bounded with: want the rest of 8 places refused: %+v", run)
