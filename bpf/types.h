@@ -17,7 +17,6 @@
 #define MAX_LEVELS 32	   /* distinct cgroup depths that one plan may name */
 #define MAX_BULKHEADS 32768 /* twice the largest plan: one drains while the next comes */
 #define MAX_ROUTES 32768   /* also: traffic counters */
-#define MAX_SLOTS 131072   /* connections that hold something, node wide */
 #define COOKIES 65536	   /* entries of the filter before slots; a power of two */
 #define LEAVES 512	   /* leaf cache entries per CPU; a power of two */
 
@@ -26,6 +25,7 @@ enum constant {
 	BULKHEAD_LAYOUT = 1,	   /* of the maps; part of the pin path */
 	PROVIDER_OTHER = 0,
 	COMPARTMENT_PROTECTED = 0xffff,
+	MAX_SLOTS = 131072,	   /* connections that hold something, unless the agent is told otherwise */
 	NO_LIMIT = 0xffffffff,
 	NO_INDEX = 0xffffffff,
 	SLOT_RELEASED = 1,	   /* bit 0 of slot.word: its places are given back */

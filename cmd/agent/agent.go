@@ -9,6 +9,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"bulkhead/internal/agent"
+	"bulkhead/pkg/conn"
 )
 
 func (a *app) agentCommand() *cobra.Command {
@@ -33,16 +34,21 @@ The ready file is written once limits are in force and metrics can be scraped,
 and removed at the end. Logs go to stderr: JSON, or text on a terminal.`,
 		Example: `  bulkhead agent --policy /etc/bulkhead/policy.yaml
   bulkhead agent --policy /etc/bulkhead --web.listen-address 0.0.0.0:9779 --web.config.file web.yaml`,
-		Args: cobra.NoArgs,
+		Args: noArgs,
 	}
 	flags := cmd.Flags()
 	flags.StringVar(&o.Policy, "policy", "", "policy `FILE`, or a directory of *.yaml (required)")
 	flags.StringArrayVar(&o.Listen, "web.listen-address", []string{"127.0.0.1:9779"}, "`ADDR` to serve metrics on; may be given several times")
 	flags.StringVar(&o.WebConfig, "web.config.file", "", "`FILE` with TLS and users for metrics, as in the Prometheus exporter toolkit")
 	flags.StringVar(&o.ReadyFile, "ready-file", "", "`FILE` to write when ready")
+	flags.Uint32Var(&o.MaxConnections, "max-connections", conn.DefaultMaxSlots,
+		"`N` open connections of all features together that there is room to count; 16 bytes of kernel memory each, and up to 256 more while it is open")
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		if o.Policy == "" {
 			return wrongUse("--policy is missing")
+		}
+		if o.MaxConnections < conn.MinMaxSlots || o.MaxConnections > conn.MaxMaxSlots {
+			return wrongUse("--max-connections %d: give %d to %d", o.MaxConnections, conn.MinMaxSlots, conn.MaxMaxSlots)
 		}
 		// Caught from the start: a SIGHUP that comes early must not end the agent.
 		hangup := make(chan os.Signal, 1)

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"strings"
 
@@ -27,18 +28,20 @@ bulkhead with its limit, every route, every destination.
 Exit codes: 0 right (there may be warnings), 1 wrong or not readable.`,
 		Example: `  bulkhead check policy.yaml
   bulkhead check -o json /etc/bulkhead | jq '.bulkheads[] | select(.limit != null)'`,
-		Args: cobra.ExactArgs(1),
+		Args: onePolicy,
 	}
 	out := outputFlag(cmd)
 	cmd.RunE = func(_ *cobra.Command, args []string) error {
 		plan, warnings, err := policy.Check(args[0])
-		a.printWarnings(warnings)
 		if err != nil {
 			return err
 		}
 		for _, w := range agent.Unbuilt(plan) {
-			fmt.Fprintf(a.stderr, "warning: the agent of this release refuses this policy: %v\n", w)
+			if at := (*policy.Error)(nil); errors.As(w, &at) {
+				warnings = append(warnings, policy.Warning{File: at.File, Line: at.Line, Col: at.Col, Msg: "the agent of this release refuses this policy: " + at.Msg})
+			}
 		}
+		a.printWarnings(warnings)
 		if out.json() {
 			return writeJSON(a.stdout, plan)
 		}

@@ -37,7 +37,7 @@ headers included, it has moved. The process is the one that connected; it may
 have passed the socket on, or be gone. Works while the agent is down. Needs root.`,
 		Example: `  bulkhead conns
   bulkhead conns -o json | jq 'group_by(.feature) | map({(.[0].feature): length}) | add'`,
-		Args: cobra.NoArgs,
+		Args: noArgs,
 	}
 	out := outputFlag(cmd)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {

@@ -27,8 +27,8 @@ func (a *app) demoCommand() *cobra.Command {
   cpu       a handler beside parsers, where cgroup v2 has the cpu controller
   database  a report takes the connections of PostgreSQL
 
-The workloads are ordinary programs (python3 with its standard library, curl,
-psql) in processes of their own that know nothing of bulkhead; what they need and
+The workloads are ordinary programs (python3 with its standard library, node
+where it is installed, curl, psql) in processes of their own that know nothing of bulkhead; what they need and
 is not installed is named and the experiment skipped. Takes under two minutes,
 and root.
 
@@ -38,7 +38,7 @@ ENTER or Ctrl-C, and what to look at it with is written to stderr.`,
 		Example: `  sudo bulkhead demo
   sudo bulkhead demo --only flood,tenants -o json
   sudo bulkhead demo --only flood --keep`,
-		Args: cobra.NoArgs,
+		Args: noArgs,
 	}
 	out := outputFlag(cmd)
 	cmd.Flags().StringSliceVar(&only, "only", nil, "`NAMES` of the experiments to do, comma-separated: "+strings.Join(demo.Experiments(), ", "))

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -27,10 +28,11 @@ func (a *app) detachCommand() *cobra.Command {
 their pins, puts back every CPU and memory value that a policy replaced in
 cgroups of others, and removes our slices. Open connections are not touched.
 
-A slice that still has processes stays, with the kernel's default values; run
-detach again when they have ended. Detaching twice is no error.`,
+A slice that still has processes stays, with the kernel's default values, and is
+named with some of them; that is no failure. End them and run detach again.
+Detaching twice is no error.`,
 		Example: `  bulkhead detach`,
-		Args:    cobra.NoArgs,
+		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			tree, where, err := a.instance()
 			if err != nil {
@@ -112,9 +114,11 @@ func (a *app) detach(tree *cgroup.Tree, where conn.Options) error {
 			fmt.Fprintf(a.stdout, "removed cgroup %s\n", path)
 		}
 	}
-	for _, l := range left {
+	if len(left) > 0 {
 		nothing = false
-		fmt.Fprintf(a.stdout, "left cgroup %s: %s in it; its values are the kernel's defaults (detach again when they have ended)\n", l.Path, plural(l.Processes, "process"))
+		if err := a.printLeft(tree, left); err != nil {
+			return err
+		}
 	}
 	if nothing {
 		fmt.Fprintln(a.stdout, "nothing to remove")
@@ -127,6 +131,67 @@ func (a *app) detach(tree *cgroup.Tree, where conn.Options) error {
 		return fmt.Errorf("not everything could be put back:\n%w", errors.Join(failed...))
 	}
 	return nil
+}
+
+// namedProcesses is how many processes of a slice that stays are named.
+const namedProcesses = 5
+
+// printLeft says which slices stay because of whom, and what to do. Those around
+// them that have nobody else stay too, and go without saying.
+func (a *app) printLeft(tree *cgroup.Tree, left []cgroup.Left) error {
+	seen := map[string]bool{}
+	for _, l := range left { // children first
+		around := slices.ContainsFunc(left, func(o cgroup.Left) bool { return strings.HasPrefix(o.Path, l.Path+"/") })
+		who, n, err := inhabitants(tree, l.Path, seen)
+		if err != nil {
+			return err
+		}
+		if around && n == 0 {
+			continue
+		}
+		text := plural(n, "process") + " in it"
+		if len(who) > 0 {
+			text += ": " + strings.Join(who, ", ")
+		}
+		if more := n - len(who); more > 0 && len(who) > 0 {
+			text += fmt.Sprintf(" and %d more", more)
+		}
+		if n == 0 {
+			text = "others have made cgroups in it, or a process has just ended"
+		}
+		fmt.Fprintf(a.stdout, "left cgroup %s: %s\n", l.Path, text)
+	}
+	_, err := fmt.Fprintln(a.stdout, "what runs there goes on without limits, and its slices have the kernel's default values: end it, then run bulkhead detach again")
+	return err
+}
+
+// inhabitants names some of the processes in a cgroup and below, but for cgroups
+// in seen, to which it adds, and counts them all.
+func inhabitants(tree *cgroup.Tree, path string, seen map[string]bool) (who []string, n int, err error) {
+	all, err := tree.Walk()
+	if err != nil {
+		return nil, 0, err
+	}
+	for _, c := range all {
+		if c.Path != path && !strings.HasPrefix(c.Path, path+"/") || seen[c.Path] {
+			continue
+		}
+		seen[c.Path] = true
+		// It may be gone by now, or threaded: then its processes are listed above it.
+		text, err := os.ReadFile(filepath.Join(tree.Dir, c.Path, "cgroup.procs"))
+		if err != nil {
+			continue
+		}
+		for _, pid := range strings.Fields(string(text)) {
+			n++
+			comm, err := os.ReadFile(filepath.Join("/proc", pid, "comm"))
+			if err != nil || len(who) == namedProcesses {
+				continue // gone, or of another pid namespace
+			}
+			who = append(who, fmt.Sprintf("%s (%s)", pid, strings.TrimSuffix(string(comm), "\n")))
+		}
+	}
+	return who, n, nil
 }
 
 // ours are the paths of the cgroups below our parent slice, and that itself.

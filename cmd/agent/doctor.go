@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"strings"
@@ -35,7 +36,7 @@ Exit codes: 0 connections can be limited here (there may be lesser shortfalls),
 1 they cannot.`,
 		Example: `  bulkhead doctor
   bulkhead doctor -o json | jq '.[] | select(.ok | not)'`,
-		Args: cobra.NoArgs,
+		Args: noArgs,
 	}
 	out := outputFlag(cmd)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
@@ -110,6 +111,9 @@ func (a *app) neighbours(ctx context.Context, where conn.Options) []finding {
 		agent.OK, agent.Detail = true, fmt.Sprintf("pid %d, version %s", info.PID, info.Version)
 	} else {
 		agent.Detail = err.Error()
+		if errors.Is(err, os.ErrPermission) {
+			agent.Cost, agent.Cure = "unknown", "run doctor as root"
+		}
 	}
 	others := finding{Name: "other programs", OK: true, Detail: "none on our hooks",
 		Cost: "they may refuse a connect before or after bulkhead looks", Cure: "see whose they are: bpftool cgroup tree"}

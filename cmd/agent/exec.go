@@ -44,7 +44,7 @@ Exit codes: 125 if bulkhead fails, 126 if CMD cannot be executed, 127 if it is
 not found, else CMD's own.`,
 		Example: `  bulkhead exec --feature batch_summarize -- python3 summarize.py
   bulkhead exec --feature chat --tenant free --user www-data -- ./server --port 8000`,
-		Args: cobra.MinimumNArgs(1),
+		Args: aCommand,
 	}
 	flags := cmd.Flags()
 	flags.StringVar(&feature, "feature", "", "`NAME` of the feature (required)")

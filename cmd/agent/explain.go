@@ -37,7 +37,7 @@ A host name is resolved here and now; the workload may get other addresses.`,
 		Example: `  bulkhead explain --from 4711 --to 10.20.0.5:8000
   bulkhead explain --from chat.service --to api.example.com:443
   bulkhead explain --from /system.slice/chat.service`,
-		Args: cobra.NoArgs,
+		Args: noArgs,
 	}
 	cmd.Flags().StringVar(&from, "from", "", "`WHO`: a process id, a unit's name, or a cgroup's path")
 	cmd.Flags().StringVar(&to, "to", "", "`HOST:PORT` of a destination")
@@ -46,12 +46,10 @@ A host name is resolved here and now; the workload may get other addresses.`,
 		var host string
 		var port uint16
 		if to != "" {
-			h, p, err := net.SplitHostPort(to)
-			n, nerr := strconv.ParseUint(p, 10, 16)
-			if err != nil || nerr != nil || h == "" {
-				return wrongUse("--to %q is not HOST:PORT", to)
+			var err error
+			if host, port, err = destination(to); err != nil {
+				return wrongUse("--to %q: %w", to, err)
 			}
-			host, port = h, uint16(n)
 		}
 		tree, where, err := a.instance()
 		if err != nil {
@@ -78,6 +76,23 @@ A host name is resolved here and now; the workload may get other addresses.`,
 	return cmd
 }
 
+// destination splits HOST:PORT.
+func destination(to string) (host string, port uint16, err error) {
+	host, p, err := net.SplitHostPort(to)
+	switch {
+	case strings.Count(to, ":") > 1 && !strings.HasPrefix(to, "["):
+		return "", 0, errors.New("not HOST:PORT; an IPv6 address stands in brackets, [::1]:443")
+	case err != nil || host == "":
+		return "", 0, errors.New("not HOST:PORT")
+	}
+	// Names of services are not looked up: a policy has none either.
+	n, err := strconv.ParseUint(p, 10, 16)
+	if err != nil || n == 0 {
+		return "", 0, fmt.Errorf("port %q: ports are numbers, 1-65535", p)
+	}
+	return host, uint16(n), nil
+}
+
 type explainer struct {
 	app  *app
 	tree *cgroup.Tree
@@ -96,6 +111,10 @@ func (e *explainer) from(who string) (comp uint32, counted bool, err error) {
 		return 0, false, err
 	}
 	at, err := e.find(who, all)
+	if errors.Is(err, cgroup.ErrOutside) {
+		e.say("%v: no limit of this instance applies to it, and it is not counted", err)
+		return 0, false, nil
+	}
 	if err != nil {
 		return 0, false, err
 	}
@@ -143,7 +162,10 @@ func (e *explainer) find(who string, all []cgroup.Cgroup) (cgroup.Cgroup, error)
 	}
 	if pid, err := strconv.Atoi(who); err == nil {
 		c, err := e.tree.Of(pid)
-		if errors.Is(err, cgroup.ErrGone) {
+		// Asked for each: a tree that is seen from another cgroup namespace cannot
+		// tell a process outside from none.
+		_, none := os.Stat(fmt.Sprintf("/proc/%d", pid))
+		if errors.Is(err, cgroup.ErrGone) || none != nil {
 			return c, fmt.Errorf("process %d: there is none", pid)
 		}
 		if err != nil {
@@ -159,6 +181,9 @@ func (e *explainer) find(who string, all []cgroup.Cgroup) (cgroup.Cgroup, error)
 			p = path.Join("/", rel)
 		}
 		c, err := e.tree.Get(p)
+		if errors.Is(err, cgroup.ErrGone) {
+			return c, fmt.Errorf("there is no cgroup %s under the cgroup root %s: is the unit running?", p, e.tree.Dir)
+		}
 		if err == nil {
 			e.say("cgroup %s", c.Path)
 		}
@@ -230,7 +255,7 @@ func (e *explainer) resolve(ctx context.Context, host string) ([]netip.Addr, err
 	}
 	addrs, err := net.DefaultResolver.LookupNetIP(ctx, "ip", host)
 	if err != nil {
-		return nil, fmt.Errorf("--to: %w", err)
+		return nil, fmt.Errorf("--to: %w (the name is looked up here and now; an address needs no look-up)", err)
 	}
 	var texts []string
 	for i := range addrs {
@@ -276,10 +301,22 @@ func (e *explainer) route(comp, provider uint32) error {
 		if f.Observed {
 			what = "would have been refused"
 		}
-		e.say("  %s ago pid %d (%s) to %s %s: %s was %s at %s; %d on this route in all, those of observe mode included",
-			age(time.Since(f.Time)), f.PID, f.Comm, f.Remote, what, f.Bulkhead, f.Reason, f.Limit, f.Total)
+		e.say("  %s ago pid %d (%s) to %s %s: %s was %s at %s%s",
+			age(time.Since(f.Time)), f.PID, f.Comm, f.Remote, what, f.Bulkhead, f.Reason, f.Limit, e.inAll(f.Bulkhead))
 	}
 	return nil
+}
+
+// inAll is how many a bulkhead refused, and how many it would have refused in
+// mode observe. They are the bulkhead's own counts, of all routes that hold it:
+// those of a route count both kinds in one.
+func (e *explainer) inAll(key policy.Key) string {
+	for _, b := range e.snap.Bulkheads {
+		if b.Key == key {
+			return fmt.Sprintf("; in all it refused %d, and would have refused %d in mode observe", sum(b.Rejected), sum(b.WouldReject))
+		}
+	}
+	return "" // it left the policy
 }
 
 // verdict is what a connect on the route would get now.

@@ -86,7 +86,13 @@ func run(args []string, stdout, stderr io.Writer) int {
 		case "exec": // 2 may be the command's own
 			code = exitExec
 		}
-		err = fmt.Errorf("%s (see %s --help)", strings.Join(strings.Fields(err.Error()), " "), cmd.CommandPath())
+		if cmd == root {
+			err = unknownCommand(root, err)
+		}
+		err = fmt.Errorf("%s; see %s --help", strings.Join(strings.Fields(err.Error()), " "), cmd.CommandPath())
+	}
+	if errors.Is(err, conn.ErrNoBPFFS) {
+		err = fmt.Errorf("%w, or name one with --bpffs", err)
 	}
 	a.printError(err)
 	return code
@@ -147,6 +153,8 @@ Exit codes: 0 done, 1 failed, 2 wrong use, where a command does not say otherwis
 	// Or cobra takes the flag behind --help for its value when it looks for the
 	// command.
 	root.InitDefaultHelpFlag()
+	root.SetHelpCommand(helpCommand())
+	root.SetFlagErrorFunc(flagError)
 	return root
 }
 
@@ -155,6 +163,9 @@ func (a *app) instance() (*cgroup.Tree, conn.Options, error) {
 	tree, err := cgroup.Find(a.cgroupRoot)
 	if err != nil {
 		return nil, conn.Options{}, err
+	}
+	if _, err := os.Stat(a.bpffs); err != nil {
+		return nil, conn.Options{}, fmt.Errorf("--bpffs: %w (mount one: mount -t bpf bpf %s)", err, a.bpffs)
 	}
 	return tree, conn.Options{CgroupRoot: tree.Dir, BPFFS: a.bpffs}, nil
 }

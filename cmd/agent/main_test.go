@@ -110,14 +110,26 @@ func TestExitCodes(t *testing.T) {
 		code int
 		says string // on stderr
 	}{
-		{[]string{"stauts"}, 2, `unknown command "stauts"`},
-		{[]string{"status", "--nonsense"}, 2, "unknown flag: --nonsense"},
-		{[]string{"status", "surplus"}, 2, "surplus"},
+		{[]string{"agent", "--policy", "x", "--max-connections", "5"}, 2, "--max-connections 5: give 1024 to 4194304; see bulkhead agent --help"},
+		{[]string{"stauts"}, 2, `unknown command "stauts"; did you mean "status"?; see bulkhead --help`},
+		{[]string{"nonsense", "--check"}, 2, `unknown command "nonsense"; see bulkhead --help`},
+		{[]string{"help", "stauts"}, 2, `unknown command "stauts"; did you mean "status"?`},
+		{[]string{"status", "--nonsense"}, 2, "unknown flag: --nonsense; see bulkhead status --help"},
+		{[]string{"status", "surplus"}, 2, `status takes no arguments; got "surplus"; see bulkhead status --help`},
+		{[]string{"agent", "policy.yaml"}, 2, `agent takes no arguments; got "policy.yaml"`},
 		{[]string{"status", "-o", "yaml"}, 2, "table or json"},
-		{[]string{"agent"}, 2, "--policy is missing"},
-		{[]string{"check"}, 2, "accepts 1 arg"},
-		{[]string{"explain", "--to", "nowhere"}, 2, "HOST:PORT"},
+		{[]string{"agent"}, 2, "--policy is missing; see bulkhead agent --help"},
+		{[]string{"check"}, 2, "check takes one FILE or DIR; got none; see bulkhead check --help"},
+		{[]string{"check", "a", "b"}, 2, "check takes one FILE or DIR; got 2 arguments"},
+		{[]string{"explain", "--to", "nowhere"}, 2, `--to "nowhere": not HOST:PORT`},
+		{[]string{"explain", "--to", ":443"}, 2, "not HOST:PORT"},
+		{[]string{"explain", "--to", "::1:443"}, 2, "brackets, [::1]:443"},
+		{[]string{"explain", "--to", "host:99999"}, 2, "1-65535"},
+		{[]string{"explain", "--to", "host:0"}, 2, "1-65535"},
+		{[]string{"explain", "--to", "host:https"}, 2, "1-65535"},
 		{[]string{"top", "--interval", "1ms"}, 2, "100ms"},
+		{[]string{"top", "--count", "-1"}, 2, "--count -1: give the number of views"},
+		{[]string{"top", "--count", "x"}, 2, `invalid argument "x" for "--count" flag: not a whole number`},
 
 		{[]string{"check", right}, 0, ""},
 		{[]string{"check", broken}, 1, "the policy has 3 errors"},
@@ -128,14 +140,15 @@ func TestExitCodes(t *testing.T) {
 		{[]string{"version"}, 0, ""},
 
 		// plan says 2 for changes, so nothing else may.
-		{[]string{"plan"}, 1, "accepts 1 arg"},
+		{[]string{"plan"}, 1, "plan takes one FILE or DIR; got none"},
 		{[]string{"plan", "--nonsense", right}, 1, "unknown flag"},
 		{[]string{"plan", broken}, 1, "the policy has 3 errors"},
 
 		// exec is as env(1): whatever is wrong with us is 125.
-		{[]string{"exec"}, 125, "requires at least 1 arg"},
+		{[]string{"exec"}, 125, "exec takes the command to become; got none"},
 		{[]string{"exec", "--nonsense", "--", "true"}, 125, "unknown flag"},
 		{[]string{"exec", "--", "true"}, 125, "--feature is missing"},
+		{[]string{"exec", "--feature", "chat", "--tenant", "", "--", "true"}, 125, "--tenant is empty"},
 		{[]string{"exec", "--feature", "chat", "--cgroup-root", "/etc", "--", "true"}, 125, "cgroup root /etc"},
 	} {
 		t.Run(strings.Join(c.args, " "), func(t *testing.T) {
@@ -193,10 +206,20 @@ func TestCheckJSON(t *testing.T) {
 
 // TestCheckTellsOfTheAgent: what this release refuses is right, and told.
 func TestCheckTellsOfTheAgent(t *testing.T) {
-	path := file(t, strings.Replace(rightPolicy, "cidrs: [127.0.0.1/32]", "hosts: [api.example.com]", 1))
+	path := file(t, strings.NewReplacer("cidrs: [127.0.0.1/32]", "hosts: [api.example.com]", "class: realtime", "class: realtime, match: [{unit: chat.service}]").Replace(rightPolicy))
 	r := start(t, "check", path)
-	if r.code != 0 || !strings.Contains(r.stderr, "provider local: names are not built yet") {
-		t.Errorf("exit code %d, stderr:\n%s", r.code, r.stderr)
+	for _, want := range []string{
+		path + ":5:18: warning: the agent of this release refuses this policy: provider local: names are not built yet",
+		path + ":7:35: warning: the agent of this release refuses this policy: feature chat: match by unit is not built yet",
+	} {
+		if r.code != 0 || !strings.Contains(r.stderr, want) {
+			t.Errorf("exit code %d, no %q on stderr:\n%s", r.code, want, r.stderr)
+		}
+	}
+	for _, line := range strings.Split(strings.TrimSpace(r.stderr), "\n") {
+		if !strings.HasPrefix(line, path+":") {
+			t.Errorf("a line without a place: %s", line)
+		}
 	}
 	r = start(t, "agent", "--policy", path)
 	if r.code != 1 || !strings.Contains(r.stderr, "provider local: names are not built yet") {

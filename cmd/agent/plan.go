@@ -28,6 +28,9 @@ type preview struct {
 	// would leave theirs.
 	Adopt   []adoption `json:"adopt"`
 	Release []adoption `json:"release"`
+	// Conditions are why values that the policy asks for cannot be set on this
+	// node, as status has them.
+	Conditions []cgroup.Condition `json:"conditions"`
 }
 
 // change is one difference, with what it means for what runs now.
@@ -52,8 +55,10 @@ func (a *app) planCommand() *cobra.Command {
 		Short: "show what applying a policy would change on this node",
 		Long: `Compares a policy with the one in force on this node and shows every difference,
 with what it means for what runs now: connections above a lower limit, memory
-above a lower limit, cgroups that would be adopted. Changes nothing. Works while
-the agent is down; if nothing is in force, everything is new. Needs root.
+above a lower limit, cgroups that would be adopted. Says which CPU and memory
+values cannot be set here, and why, as status does once it is in force. Changes
+nothing. Works while the agent is down; if nothing is in force, everything is
+new. Needs root.
 
 A lowered limit cuts nobody: it refuses new connections until the count has
 fallen below it.
@@ -61,7 +66,7 @@ fallen below it.
 Exit codes: 0 no change, 2 changes, 1 failed.`,
 		Example: `  bulkhead plan policy.yaml
   bulkhead plan policy.yaml -o json | jq '.changes[] | select(.note)'`,
-		Args: cobra.ExactArgs(1),
+		Args: onePolicy,
 	}
 	out := outputFlag(cmd)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
@@ -103,7 +108,7 @@ func (a *app) preview(ctx context.Context, next *policy.Plan) (*preview, error) 
 	if err != nil {
 		return nil, err
 	}
-	p := &preview{Hash: next.Hash, Changes: []change{}}
+	p := &preview{Hash: next.Hash, Changes: []change{}, Conditions: append([]cgroup.Condition{}, controllers(tree, next)...)}
 	if snap.Plan != nil {
 		p.HashInForce = snap.Plan.Hash
 	}
@@ -115,7 +120,10 @@ func (a *app) preview(ctx context.Context, next *policy.Plan) (*preview, error) 
 		switch d.What {
 		case "limit":
 			c.limit(snap, next)
+		case "cpu":
+			c.unset(p.Conditions, cgroup.TypeCPU)
 		case "memory":
+			c.unset(p.Conditions, cgroup.TypeMemory)
 			if err := c.memory(tree, next, all); err != nil {
 				return nil, err
 			}
@@ -150,6 +158,14 @@ func (c *change) limit(snap *conn.Snapshot, next *policy.Plan) {
 		c.Note = fmt.Sprintf("%d in use now: every new connection is refused, nobody is cut", used)
 	default:
 		c.Note = fmt.Sprintf("%d in use now: new connections are refused until below %d, nobody is cut", used, limit)
+	}
+}
+
+// unset adds that a value will not be set on this node.
+func (c *change) unset(conds []cgroup.Condition, typ string) {
+	i := slices.IndexFunc(conds, func(k cgroup.Condition) bool { return k.Type == typ })
+	if i >= 0 && c.Kind != policy.Removed {
+		c.Note = fmt.Sprintf("cannot be set on this node: %s: %s", typ, conds[i].Reason)
 	}
 }
 
@@ -264,7 +280,6 @@ func (p *preview) table(w io.Writer) error {
 	switch {
 	case p.empty():
 		fmt.Fprintln(w, "no change: this policy is in force")
-		return nil
 	case p.HashInForce == "":
 		fmt.Fprintln(w, "nothing is in force: everything is new")
 	}
@@ -296,5 +311,5 @@ func (p *preview) table(w io.Writer) error {
 	for _, ad := range p.Release {
 		fmt.Fprintf(w, "- release cgroup %s from %s (%s)\n", ad.Path, named(ad.Feature, ad.Tenant), plural(ad.Processes, "process"))
 	}
-	return nil
+	return printConditions(w, p.Conditions)
 }

@@ -16,9 +16,11 @@ func (a *app) reloadCommand() *cobra.Command {
 		Short: "make the agent reload its policy, and wait for the result",
 		Long: `Asks the agent on the admin socket to read its policy again, waits until it is in
 force, and prints the new generation. If the policy is refused, the one before
-stays in force; every error is printed with its place, and the exit code is 1.`,
+stays in force; every error is printed with its place, and the exit code is 1.
+Each reload makes a new generation, also of a policy that has not changed: slices,
+matches and CPU and memory values are all brought about again. Needs root.`,
 		Example: `  bulkhead check /etc/bulkhead/policy.yaml && bulkhead reload`,
-		Args:    cobra.NoArgs,
+		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			out, err := a.client().Reload(cmd.Context())
 			if errors.Is(err, agent.ErrNoAgent) {

@@ -15,6 +15,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"bulkhead/internal/agent"
+	"bulkhead/internal/metrics"
 	"bulkhead/pkg/cgroup"
 	"bulkhead/pkg/conn"
 	"bulkhead/pkg/policy"
@@ -59,9 +60,11 @@ type member struct {
 	ID      uint64 `json:"id"`
 	Adopted bool   `json:"adopted"`
 	// CompetesIn is the cgroup whose children share CPU by weight with this one.
-	CompetesIn string            `json:"competes_in"`
-	CPU        cgroup.CPUStat    `json:"cpu"`
-	Memory     cgroup.MemoryStat `json:"memory"`
+	CompetesIn string `json:"competes_in"`
+	// CPU has the kernel's values, but for UsageUsec, which is without the
+	// cgroups of other rows nested in this one.
+	CPU    cgroup.CPUStat    `json:"cpu"`
+	Memory cgroup.MemoryStat `json:"memory"`
 }
 
 type bulkhead struct {
@@ -101,18 +104,22 @@ func (a *app) statusCommand() *cobra.Command {
 compartments with their cgroups and CPU, traffic, and conditions. It reads the
 kernel's own maps, so it works while the agent is down. Needs root.
 
+CPU time is of one row only: a tenant's is not in that of its feature, whose
+slice is around the tenant's, so a sum over all rows counts nothing twice.
+Memory and quotas are the kernel's own, with all below.
+
 Each condition is a shortfall: {type, status, reason, message}. With --check the
 exit code is 1 if anything needs attention: the agent is not running, nothing is
-in force, programs are not attached, the last reload was refused, CPU or memory
-values that the policy asks for are not in force, slots ran out, or counts went
-wrong. Informative conditions do not count: Errno (this kernel fails connect()
-with EPERM whatever the policy says), Programs (others have programs on our
-hooks), Namespaces (some sockets could not be looked at), Slices (a feature left
-the policy and its processes are still running).`,
+in force, programs are not attached or cannot be looked at, the last reload was
+refused, CPU or memory values that the policy asks for are not in force, slots
+ran out, or counts went wrong. Informative conditions do not count: Errno (this
+kernel fails connect() with EPERM whatever the policy says), Programs (others
+have programs on our hooks), Namespaces (some sockets could not be looked at),
+Slices (a feature left the policy and its processes are still running).`,
 		Example: `  bulkhead status
   bulkhead status -o json | jq '.bulkheads[] | select(.limit != null and .in_use >= .limit)'
   bulkhead status --check && echo all is well`,
-		Args: cobra.NoArgs,
+		Args: noArgs,
 	}
 	out := outputFlag(cmd)
 	check := cmd.Flags().Bool("check", false, "exit 1 if anything needs attention")
@@ -238,6 +245,7 @@ func compartments(tree *cgroup.Tree, snap *conn.Snapshot) ([]compartment, error)
 	// Cgroups that are nested in others of the list give their processes to
 	// whoever is around them: the deepest decides. Parents come first.
 	owner := map[string]int{}
+	usage := map[string]uint64{}
 	for _, m := range placed(snap, all) {
 		i := int(m.Compartment)
 		stat, err := tree.Stat(m.cgroup.Path)
@@ -253,12 +261,18 @@ func compartments(tree *cgroup.Tree, snap *conn.Snapshot) ([]compartment, error)
 				break
 			}
 		}
-		owner[m.cgroup.Path] = i
+		owner[m.cgroup.Path], usage[m.cgroup.Path] = i, stat.CPU.UsageUsec
 		out[i].Processes += stat.Processes
 		out[i].Cgroups = append(out[i].Cgroups, member{
 			Path: m.cgroup.Path, ID: m.cgroup.ID, Adopted: m.cgroup.Path != snap.Plan.Compartments[i].Slice,
 			CompetesIn: path.Dir(m.cgroup.Path), CPU: stat.CPU, Memory: stat.Memory,
 		})
+	}
+	usage = metrics.OwnUsage(usage)
+	for _, c := range out {
+		for i := range c.Cgroups {
+			c.Cgroups[i].CPU.UsageUsec = usage[c.Cgroups[i].Path]
+		}
 	}
 	// Everything else is default's, but for what came and went meanwhile.
 	total, err := tree.Processes("/")
@@ -316,12 +330,11 @@ func controllers(tree *cgroup.Tree, plan *policy.Plan) []cgroup.Condition {
 // kernelConditions are what the kernel side itself shows.
 func kernelConditions(snap *conn.Snapshot, where conn.Options) []cgroup.Condition {
 	var out []cgroup.Condition
-	programs, err := conn.Programs(where)
+	a, err := conn.ReadAttachment(where)
 	if err != nil {
-		out = append(out, shortfall(condPrograms, "NotRead", "%v", err))
-	} else {
-		out = append(out, attached(programs, where)...)
+		a.Unread = []error{err}
 	}
+	out = append(out, attached(a, where)...)
 	if !conn.HaveErrno() {
 		out = append(out, shortfall(condErrno, "FallbackEPERM", "this kernel (before 5.18) fails a refused connect() with EPERM whatever the policy says"))
 	}
@@ -341,24 +354,21 @@ func kernelConditions(snap *conn.Snapshot, where conn.Options) []cgroup.Conditio
 	return out
 }
 
-// hooks without which connections are not limited or not released.
-func requiredHooks() []string { return []string{"connect4", "connect6", "sock_release", "sockops"} }
-
-func attached(programs []conn.Program, where conn.Options) []cgroup.Condition {
+// attached renders what conn says of the programs. That it could not be looked at needs
+// attention as much as that one is missing.
+func attached(a conn.Attachment, where conn.Options) []cgroup.Condition {
 	var out []cgroup.Condition
-	var missing, foreign []string
-	for _, hook := range requiredHooks() {
-		if !slices.ContainsFunc(programs, func(p conn.Program) bool { return p.Ours && p.Hook == hook }) {
-			missing = append(missing, hook)
-		}
+	if len(a.Missing) > 0 {
+		out = append(out, shortfall(condAttached, "Missing", "not attached to %s: %s; start the agent again, after bulkhead detach if it refuses", where.CgroupRoot, strings.Join(a.Missing, ", ")))
 	}
-	for _, p := range programs {
+	if err := errors.Join(a.Unread...); err != nil {
+		out = append(out, shortfall(condAttached, "NotRead", "what is attached is not known: %s", strings.ReplaceAll(err.Error(), "\n", "; ")))
+	}
+	var foreign []string
+	for _, p := range a.Programs {
 		if !p.Ours {
 			foreign = append(foreign, strings.TrimSpace(fmt.Sprintf("%s: program %d %s", p.Hook, p.ID, p.Name)))
 		}
-	}
-	if len(missing) > 0 {
-		out = append(out, shortfall(condAttached, "Missing", "not attached to %s: %s; start the agent again", where.CgroupRoot, strings.Join(missing, ", ")))
 	}
 	if len(foreign) > 0 {
 		out = append(out, shortfall(condPrograms, "Foreign", "others have programs on the same hooks, which may refuse before or after bulkhead: %s", strings.Join(foreign, ", ")))
@@ -393,11 +403,18 @@ func (s *status) table(w io.Writer) error {
 			return err
 		}
 	}
-	for i, c := range s.Conditions {
+	return printConditions(w, s.Conditions)
+}
+
+// printConditions is the last part of status and of plan.
+func printConditions(w io.Writer, conds []cgroup.Condition) error {
+	for i, c := range conds {
 		if i == 0 {
 			fmt.Fprintln(w)
 		}
-		fmt.Fprintf(w, "%s: %s: %s\n", c.Type, c.Reason, c.Message)
+		if _, err := fmt.Fprintf(w, "%s: %s: %s\n", c.Type, c.Reason, c.Message); err != nil {
+			return err
+		}
 	}
 	return nil
 }

@@ -30,13 +30,16 @@ follows the one before. Ctrl-C ends it. Works while the agent is down. Needs
 root.`,
 		Example: `  bulkhead top
   bulkhead top --count 2 --interval 10s`,
-		Args: cobra.NoArgs,
+		Args: noArgs,
 	}
 	interval := cmd.Flags().Duration("interval", time.Second, "time between views, 100ms or more")
 	views := cmd.Flags().Int("count", 0, "end after `N` views; 0 is never")
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		if *interval < 100*time.Millisecond {
 			return wrongUse("--interval must be 100ms or more")
+		}
+		if *views < 0 {
+			return wrongUse("--count %d: give the number of views, or 0 for no end", *views)
 		}
 		ctx, stop := signal.NotifyContext(cmd.Context(), syscall.SIGINT, syscall.SIGTERM)
 		defer stop()

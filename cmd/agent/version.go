@@ -41,7 +41,7 @@ func (a *app) versionCommand() *cobra.Command {
 		Short:   "print the version",
 		Long:    "Prints the version, the revision that it was built from, and the Go version.",
 		Example: `  bulkhead version`,
-		Args:    cobra.NoArgs,
+		Args:    noArgs,
 		RunE: func(*cobra.Command, []string) error {
 			b := build()
 			_, err := fmt.Fprintf(a.stdout, "bulkhead %s (%s, %s)\n", b.Version, b.Revision, b.GoVersion)

@@ -27,6 +27,9 @@ type Options struct {
 	CgroupRoot  string // "": the true root, found by type
 	BPFFS       string // a bpf file system
 	AdminSocket string
+	// MaxConnections is how many open connections there is room to count, see
+	// conn.Options.MaxSlots.
+	MaxConnections uint32
 	// Listen are the addresses of the metrics listener; WebConfig is the path of
 	// its TLS and user configuration, or "".
 	Listen    []string
@@ -88,11 +91,22 @@ type groups struct {
 //
 // The error of a policy that is wrong is policy.Errors; then, as with any error
 // before the limits are in force, nothing on the node has changed. Another
-// agent on the same pins is a conn.BusyError.
+// agent on the same pins is a conn.BusyError. Only the ready file of an agent
+// that is gone is removed first of all.
 func Run(ctx context.Context, o Options) (err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 
+	// Asked before anything is changed or listened on: "address in use" would be
+	// true, and hide why, and the ready file may be that agent's.
+	if pid, ok := conn.Holder(conn.Options{BPFFS: o.BPFFS}); ok {
+		return &conn.BusyError{Dir: filepath.Join(o.BPFFS, "bulkhead"), PID: pid}
+	}
+	// One that an agent left that was killed would say what is not true yet, and
+	// go on saying so if the policy is refused.
+	if err := removeReady(o.ReadyFile); err != nil {
+		return err
+	}
 	tried := contentHash(o.Policy)
 	plan, warnings, err := Load(o.Policy)
 	if err != nil {
@@ -103,15 +117,6 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	where := conn.Options{CgroupRoot: a.tree.Dir, BPFFS: o.BPFFS}
-	// Asked before anything is listened on: "address in use" would be true, and
-	// hide why.
-	if pid, ok := conn.Holder(where); ok {
-		return &conn.BusyError{Dir: filepath.Join(o.BPFFS, "bulkhead"), PID: pid}
-	}
-	// One that an agent left that was killed would say what is not true yet.
-	if err := removeReady(o.ReadyFile); err != nil {
-		return err
-	}
 	web, err := listenWeb(o.Listen, o.WebConfig)
 	if err != nil {
 		return err
@@ -126,10 +131,15 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err := a.takeOver(ctx, where); err != nil {
 		return err
 	}
+	where.MaxSlots = o.MaxConnections
 	if a.kernel, err = conn.Open(where); err != nil {
 		return err
 	}
 	defer a.kernel.Close()
+	if n := a.kernel.MaxSlots(); o.MaxConnections != 0 && n != o.MaxConnections {
+		a.log.Warn("the table of connections that is in force keeps its size; bulkhead detach and a new start change it",
+			"max_connections", n, "asked_for", o.MaxConnections)
+	}
 	if err := a.commit(plan); err != nil {
 		return err
 	}

@@ -68,6 +68,8 @@ func (c *Client) do(ctx context.Context, method, path string, into any) error {
 	switch {
 	case errors.Is(err, os.ErrNotExist), errors.Is(err, syscall.ECONNREFUSED):
 		return fmt.Errorf("%w on %s", ErrNoAgent, c.socket)
+	case errors.Is(err, os.ErrPermission):
+		return fmt.Errorf("ask the agent on %s: %w (needs root)", c.socket, os.ErrPermission)
 	case err != nil:
 		return fmt.Errorf("ask the agent on %s: %w", c.socket, err)
 	}

@@ -38,9 +38,10 @@ func (t told) news(refusals []conn.Refusal) []conn.Refusal {
 
 // logRefusal writes the one line that a refusal gets.
 func logRefusal(log *slog.Logger, r conn.Refusal) {
-	msg, limit := "refused", any(uint32(r.Limit))
+	// The route's own total has both kinds in one; the bulkhead's are apart.
+	msg, limit, total := "refused", any(uint32(r.Limit)), r.Refused
 	if r.Observed {
-		msg = "would be refused"
+		msg, total = "would be refused", r.WouldRefuse
 	}
 	if r.Limit == policy.Unlimited {
 		limit = nil
@@ -53,5 +54,5 @@ func logRefusal(log *slog.Logger, r conn.Refusal) {
 			"scope", r.Bulkhead.Scope.String(), "feature", r.Bulkhead.Feature,
 			"tenant", r.Bulkhead.Tenant, "provider", r.Bulkhead.Provider),
 		"limit", limit, "reason", r.Reason, "errno", policy.ErrnoName(r.Errno),
-		"at", r.Time.Format(time.RFC3339Nano), "total", r.Total)
+		"at", r.Time.Format(time.RFC3339Nano), "total", total)
 }

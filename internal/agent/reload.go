@@ -23,13 +23,14 @@ func Load(path string) (*policy.Plan, policy.Warnings, error) {
 	return plan, warnings, err
 }
 
-// Unbuilt lists what a plan asks for and the agent of this release cannot do.
+// Unbuilt lists what a plan asks for and the agent of this release cannot do, each a
+// *policy.Error at its place.
 // A part of a policy that is silently not enforced would be worse than none.
 func Unbuilt(plan *policy.Plan) []error {
 	var out []error
 	for _, p := range plan.Providers {
 		if len(p.Hosts) > 0 {
-			out = append(out, fmt.Errorf("provider %s: names are not built yet (hosts: %s): give its addresses as cidrs", p.Name, strings.Join(p.Hosts, ", ")))
+			out = append(out, p.Place.Errorf("provider %s: names are not built yet (hosts: %s): give its addresses as cidrs", p.Name, strings.Join(p.Hosts, ", ")))
 		}
 	}
 	return append(out, cgroup.Unsupported(plan)...)
@@ -40,6 +41,7 @@ type placement struct {
 	members []conn.Member
 	adopted []cgroup.Adopted
 	// groups are the cgroups of all compartments: our slices, and those adopted.
+	// Those that are protected are in no compartment.
 	groups []cgroup.Adopted
 	// missing are slices of the plan that do not exist.
 	missing bool
@@ -67,12 +69,13 @@ func place(plan *policy.Plan, all []cgroup.Cgroup) placement {
 	for _, c := range protected {
 		p.members = append(p.members, conn.Member{CgroupID: c.ID, Level: c.Level, Protected: true})
 	}
+	// Protection wins over our own slices too (Adopt sees to the others): one
+	// cgroup cannot be both.
+	p.groups = slices.DeleteFunc(p.groups, func(g cgroup.Adopted) bool {
+		return slices.ContainsFunc(protected, func(c cgroup.Cgroup) bool { return c.ID == g.ID })
+	})
 	for _, g := range p.groups {
-		// Protection wins over our own slices too (Adopt sees to the others): one
-		// cgroup cannot be both.
-		if !slices.ContainsFunc(protected, func(c cgroup.Cgroup) bool { return c.ID == g.ID }) {
-			p.members = append(p.members, conn.Member{CgroupID: g.ID, Level: g.Level, Compartment: g.Compartment})
-		}
+		p.members = append(p.members, conn.Member{CgroupID: g.ID, Level: g.Level, Compartment: g.Compartment})
 	}
 	return p
 }

@@ -1,7 +1,9 @@
 package agent
 
 import (
+	"bytes"
 	"errors"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"slices"
@@ -95,11 +97,32 @@ func TestPlace(t *testing.T) {
 	if !slices.Equal(got.members, want) {
 		t.Errorf("members:\n got %+v\nwant %+v", got.members, want)
 	}
+	// What is protected is in no compartment's CPU time, as it is in none in status.
+	for _, g := range got.groups {
+		if g.ID == 24 || g.ID == 12 || g.ID == 30 {
+			t.Errorf("%s is protected and in a compartment", g.Path)
+		}
+	}
+	if len(got.groups) != 4 {
+		t.Errorf("groups %+v", got.groups)
+	}
 	if got.missing {
 		t.Error("no slice is missing")
 	}
 	if !place(plan, slices.Delete(slices.Clone(all), 6, 7)).missing {
 		t.Error("the tenant's slice is missing")
+	}
+}
+
+// TestTotalsApart: a line counts its own kind only.
+func TestTotalsApart(t *testing.T) {
+	for observed, want := range map[bool]string{false: `"msg":"refused"`, true: `"msg":"would be refused"`} {
+		var out bytes.Buffer
+		logRefusal(slog.New(slog.NewJSONHandler(&out, nil)), conn.Refusal{Observed: observed, Total: 8, Refused: 5, WouldRefuse: 3})
+		total := map[bool]string{false: `"total":5}`, true: `"total":3}`}[observed]
+		if !strings.Contains(out.String(), want) || !strings.Contains(out.String(), total) {
+			t.Errorf("want %s and %s in %s", want, total, &out)
+		}
 	}
 }
 

@@ -1,11 +1,13 @@
 package agent
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
 	"net"
 	"net/http"
+	"syscall"
 	"time"
 
 	"github.com/prometheus/exporter-toolkit/web"
@@ -28,16 +30,27 @@ func listenWeb(addresses []string, config string) (*webServer, error) {
 		// Go takes "" for any port on every address.
 		if _, _, err := net.SplitHostPort(a); err != nil {
 			s.close()
-			return nil, fmt.Errorf("metrics listener %q is not ADDRESS:PORT: %w", a, err)
+			return nil, fmt.Errorf("--web.listen-address %q is not ADDRESS:PORT: %w", a, err)
 		}
 		l, err := net.Listen("tcp", a)
 		if err != nil {
 			s.close()
-			return nil, fmt.Errorf("metrics listener: %w", err)
+			if op := (*net.OpError)(nil); errors.As(err, &op) {
+				err = op.Err // without the address once more
+			}
+			return nil, fmt.Errorf("--web.listen-address %s: %w%s", a, err, listenCure(err))
 		}
 		s.listeners = append(s.listeners, l)
 	}
 	return s, nil
+}
+
+// listenCure says what to do about an address that cannot be had.
+func listenCure(err error) string {
+	if errors.Is(err, syscall.EADDRINUSE) {
+		return " (stop what listens there, ss -ltnp shows it, or give another address)"
+	}
+	return " (give another address)"
 }
 
 func (s *webServer) close() {

@@ -132,8 +132,6 @@ func (c *child) do(q request) (a response, err error) {
 		a.FD, err = take(q.PID, q.FD)
 	case "stray":
 		a.FD, err = stray(q.Kind)
-	case "pin":
-		err = pin(q.N)
 	default:
 		err = fmt.Errorf("unknown operation %q", q.Op)
 	}
@@ -440,26 +438,6 @@ func stray(kind Kind) (fd int, err error) {
 	})
 	<-done
 	return fd, err
-}
-
-// pin keeps every thread of the process on one processor.
-func pin(cpu int) error {
-	var set unix.CPUSet
-	set.Set(cpu)
-	tasks, err := os.ReadDir("/proc/self/task")
-	if err != nil {
-		return err
-	}
-	for _, task := range tasks {
-		var tid int
-		if _, err := fmt.Sscan(task.Name(), &tid); err != nil {
-			return err
-		}
-		if err := unix.SchedSetaffinity(tid, &set); err != nil && !errors.Is(err, unix.ESRCH) {
-			return err
-		}
-	}
-	return nil
 }
 
 // rawConnect is connect() with an address that unix.Sockaddr cannot express.

@@ -343,10 +343,4 @@ func (c *Client) Stray(kind Kind) int {
 	return c.must(request{Op: "stray", Kind: kind}).FD
 }
 
-// Pin keeps the client on one processor.
-func (c *Client) Pin(cpu int) {
-	c.t.Helper()
-	c.must(request{Op: "pin", N: cpu})
-}
-
 func (r Result) String() string { return fmt.Sprintf("fd %d: %v", r.FD, r.Errno) }

@@ -21,4 +21,7 @@
 // Client is a process in a cgroup: the test binary again, which does single system
 // calls as it is told, so that what they return is seen exactly. Servers run in the
 // test process, which is outside of every Env.
+//
+// Netns is one more network namespace, and Wire is two with a veth pair between them and
+// a counter of what passes.
 package kerneltest

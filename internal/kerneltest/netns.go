@@ -30,15 +30,27 @@ func NewNetns(t testing.TB) *Netns {
 	return ns
 }
 
+// With is the same namespace for a subtest, which it does not end with.
+func (ns *Netns) With(t testing.TB) *Netns {
+	sub := *ns
+	sub.t = t
+	return &sub
+}
+
 // Do runs f in the namespace and fails the test if it fails. What f starts is in the
 // namespace too: processes, and sockets whatever uses them later.
 func (ns *Netns) Do(f func() error) {
 	ns.t.Helper()
-	result := make(chan error)
-	ns.tasks <- func() { result <- f() }
-	if err := <-result; err != nil {
+	if err := ns.Try(f); err != nil {
 		ns.t.Fatal(err)
 	}
+}
+
+// Try is Do that returns the error, for any goroutine.
+func (ns *Netns) Try(f func() error) error {
+	result := make(chan error)
+	ns.tasks <- func() { result <- f() }
+	return <-result
 }
 
 // onThread starts f on a thread of its own, which ends with it and whose namespaces it

@@ -98,7 +98,7 @@ func newDescs() descs {
 		bytes:       desc("bytes_total", "IP bytes, headers included, that a compartment exchanged with a provider; absent where bytes are not counted.", append(slices.Clone(route), "direction")...),
 		connections: desc("connections_total", "Connections of a compartment to a provider that were let through.", route...),
 
-		cpuUsage:            desc("cpu_usage_seconds_total", "Processor time of the compartment's cgroups, without that of other compartments nested in them.", group...),
+		cpuUsage:            desc("cpu_usage_seconds_total", "Processor time of the compartment's own cgroups. That of a compartment nested in them (a tenant's, in its feature's) counts there only, so a feature's is the sum over tenant.", group...),
 		cpuPeriods:          desc("cpu_periods_total", "Periods in which a quota of the compartment's cgroups was counted.", group...),
 		cpuThrottledPeriods: desc("cpu_throttled_periods_total", "Periods in which a quota of the compartment's cgroups ran out.", group...),
 		cpuThrottled:        desc("cpu_throttled_seconds_total", "Time for which a quota held back the compartment's cgroups.", group...),

@@ -1,6 +1,7 @@
 package metrics
 
 import (
+	"maps"
 	"path"
 
 	"bulkhead/pkg/cgroup"
@@ -86,22 +87,34 @@ type ownTimes struct {
 	times cpuTimes
 }
 
-// own takes from each cgroup the usage of the listed cgroups nested in it:
-// usage_usec counts everything below (a tenant's slice lies in its feature's),
-// so that adding them up would count it twice. Periods and throttling are of
-// the cgroup's own quota alone (kernel/sched/core.c, cpu_extra_stat_show).
+// own is what each cgroup used by itself. Periods and throttling are of the
+// cgroup's own quota alone (kernel/sched/core.c, cpu_extra_stat_show).
 func own(cgroups []Cgroup) []ownTimes {
-	index := make(map[string]int, len(cgroups))
+	total := make(map[string]uint64, len(cgroups))
+	for _, c := range cgroups {
+		total[c.Path] = c.CPU.UsageUsec
+	}
+	usage := OwnUsage(total)
 	out := make([]ownTimes, len(cgroups))
 	for i, c := range cgroups {
-		index[c.Path] = i
 		out[i] = ownTimes{compartment{c.Feature, c.Tenant}, c.ID,
-			cpuTimes{c.CPU.UsageUsec, c.CPU.NrPeriods, c.CPU.NrThrottled, c.CPU.ThrottledUsec}}
+			cpuTimes{usage[c.Path], c.CPU.NrPeriods, c.CPU.NrThrottled, c.CPU.ThrottledUsec}}
 	}
-	for _, c := range cgroups {
-		for p := path.Dir(c.Path); p != "/" && p != "."; p = path.Dir(p) {
-			if i, ok := index[p]; ok {
-				out[i].times.usage -= min(out[i].times.usage, c.CPU.UsageUsec)
+	return out
+}
+
+// OwnUsage takes from the usage of each cgroup, by path, that of the cgroups of
+// the same map nested in it: the kernel's usage_usec counts everything below (a
+// tenant's slice lies in its feature's), so that a sum would count it twice. A
+// sum over what is returned counts everything once. Status and metrics both say
+// this.
+func OwnUsage(total map[string]uint64) map[string]uint64 {
+	out := maps.Clone(total)
+	for inner, usage := range total {
+		for p := path.Dir(inner); p != "/" && p != "."; p = path.Dir(p) {
+			if _, ok := total[p]; ok {
+				// Read a moment later, it may be more than what was read around it.
+				out[p] -= min(out[p], usage)
 				break
 			}
 		}

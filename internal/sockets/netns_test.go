@@ -5,12 +5,12 @@ import (
 	"net"
 	"os"
 	"os/exec"
-	"runtime"
 	"syscall"
 	"testing"
 
-	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"bulkhead/internal/kerneltest"
 )
 
 // TestMain lets the test binary stand in for a process in another namespace:
@@ -24,63 +24,9 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// thread runs functions on one operating system thread of its own, which ends
-// with the test: it may enter namespaces and stay there.
-type thread chan func()
-
-func newThread(t *testing.T) thread {
-	t.Helper()
-	th := make(thread)
-	go func() {
-		runtime.LockOSThread()
-		for f := range th {
-			f()
-		}
-	}()
-	t.Cleanup(func() { close(th) })
-	return th
-}
-
-// do runs f on the thread and waits for it. f must not end the test.
-func (th thread) do(f func() error) error {
-	result := make(chan error)
-	th <- func() { result <- f() }
-	return <-result
-}
-
-// mustDo is do for what the test cannot go on without.
-func (th thread) mustDo(t *testing.T, f func() error) {
-	t.Helper()
-	if err := th.do(f); err != nil {
-		t.Fatal(err)
-	}
-}
-
-// newNetns is a thread in a network namespace of its own, loopback up.
-func newNetns(t *testing.T) thread {
-	t.Helper()
-	if os.Geteuid() != 0 {
-		t.Fatal("needs root: makes network namespaces")
-	}
-	th := newThread(t)
-	th.mustDo(t, unshareNet)
-	return th
-}
-
-func unshareNet() error {
-	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
-		return os.NewSyscallError("unshare", err)
-	}
-	lo, err := netlink.LinkByName("lo")
-	if err != nil {
-		return err
-	}
-	return netlink.LinkSetUp(lo)
-}
-
-// wait starts a process that waits in the thread's namespace until the test
+// wait starts a process that waits in the namespace until the test
 // ends, and returns it once it runs.
-func wait(t *testing.T, th thread) *exec.Cmd {
+func wait(t *testing.T, ns *kerneltest.Netns) *exec.Cmd {
 	t.Helper()
 	cmd := exec.Command("/proc/self/exe")
 	cmd.Env = append(os.Environ(), "SOCKETS_TEST_WAIT=1")
@@ -92,7 +38,7 @@ func wait(t *testing.T, th thread) *exec.Cmd {
 	if err != nil {
 		t.Fatal(err)
 	}
-	th.mustDo(t, cmd.Start)
+	ns.With(t).Do(cmd.Start)
 	t.Cleanup(func() { in.Close(); cmd.Wait() })
 	if _, err := io.ReadFull(out, make([]byte, 4)); err != nil {
 		t.Fatalf("waiting process: %v", err)
@@ -118,13 +64,13 @@ func cookie(t *testing.T, c syscall.Conn, option int) uint64 {
 	return n
 }
 
-// pair is a connection over loopback, made on the thread.
+// pair is a connection over loopback, made in the namespace.
 type pair struct{ client, server *net.TCPConn }
 
-func newPair(t *testing.T, th thread, network, listen, dial string) pair {
+func newPair(t *testing.T, ns *kerneltest.Netns, network, listen, dial string) pair {
 	t.Helper()
 	var p pair
-	th.mustDo(t, func() error {
+	ns.With(t).Do(func() error {
 		l, err := net.Listen("tcp", net.JoinHostPort(listen, "0"))
 		if err != nil {
 			return err

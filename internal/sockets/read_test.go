@@ -11,15 +11,16 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"bulkhead/internal/kerneltest"
 )
 
-// readOwn reads the thread's own namespace.
-func readOwn(t *testing.T, th thread, protos ...uint8) Dump {
+// readOwn reads a namespace from inside.
+func readOwn(t *testing.T, ns *kerneltest.Netns, protos ...uint8) Dump {
 	t.Helper()
 	var d Dump
-	th.mustDo(t, func() error {
+	ns.With(t).Do(func() error {
 		d = Read(context.Background(), Namespace{}, protos...)
 		return nil
 	})
@@ -35,7 +36,7 @@ func complete(t *testing.T, d Dump) Dump {
 }
 
 func TestSocketsByCookie(t *testing.T) {
-	ns := newNetns(t)
+	ns := kerneltest.NewNetns(t)
 	for _, c := range []struct{ name, network, listen, dial, addr string }{
 		{"ipv4", "tcp4", "127.0.0.1", "127.0.0.1", "127.0.0.1"},
 		{"ipv6", "tcp6", "::1", "::1", "::1"},
@@ -69,9 +70,9 @@ func TestSocketsByCookie(t *testing.T) {
 
 // An IPv6 socket that talks IPv4 has IPv4 addresses and headers.
 func TestMappedAddress(t *testing.T) {
-	ns := newNetns(t)
+	ns := kerneltest.NewNetns(t)
 	var fd int
-	ns.mustDo(t, func() error {
+	ns.Do(func() error {
 		l, err := net.Listen("tcp4", "127.0.0.1:0")
 		if err != nil {
 			return err
@@ -104,9 +105,9 @@ func addrPort(a net.Addr) netip.AddrPort {
 }
 
 func TestUDP(t *testing.T) {
-	ns := newNetns(t)
+	ns := kerneltest.NewNetns(t)
 	var bound, connected *net.UDPConn
-	ns.mustDo(t, func() (err error) {
+	ns.Do(func() (err error) {
 		if bound, err = net.ListenUDP("udp4", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)}); err != nil {
 			return err
 		}
@@ -126,10 +127,10 @@ func TestUDP(t *testing.T) {
 
 // What is listed in which state, and that a cookie past CLOSE is not.
 func TestStates(t *testing.T) {
-	ns := newNetns(t)
-	reaches := func(t *testing.T, c uint64, want State) {
+	ns := kerneltest.NewNetns(t)
+	reaches := func(t *testing.T, ns *kerneltest.Netns, c uint64, want State) {
 		t.Helper()
-		poll(t, func() error {
+		kerneltest.Poll(t, "the state", func() error {
 			if got := complete(t, readOwn(t, ns, unix.IPPROTO_TCP)).Sockets[c].State; got != want {
 				return fmt.Errorf("state %s, expected %s", got, want)
 			}
@@ -138,8 +139,9 @@ func TestStates(t *testing.T) {
 	}
 
 	t.Run("syn_sent", func(t *testing.T) {
+		ns := kerneltest.NewWire(t, true).Client
 		var fd int
-		ns.mustDo(t, func() (err error) {
+		ns.Do(func() (err error) {
 			fd, err = connectToNobody()
 			return err
 		})
@@ -148,56 +150,46 @@ func TestStates(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		reaches(t, c, SynSent)
+		reaches(t, ns, c, SynSent)
 	})
 	t.Run("close_wait and time_wait", func(t *testing.T) {
 		p := newPair(t, ns, "tcp4", "127.0.0.1", "127.0.0.1")
 		client, server := cookie(t, p.client, unix.SO_COOKIE), cookie(t, p.server, unix.SO_COOKIE)
 		p.server.Close()
 		// The server's end is past CLOSE, a FIN_WAIT2 stand-in with its cookie.
-		reaches(t, client, CloseWait)
-		reaches(t, server, 0)
+		reaches(t, ns, client, CloseWait)
+		reaches(t, ns, server, 0)
 		p.client.Close()
-		reaches(t, client, 0)
-		reaches(t, server, 0)
+		reaches(t, ns, client, 0)
+		reaches(t, ns, server, 0)
 	})
 	t.Run("fin_wait2 with a descriptor", func(t *testing.T) {
 		p := newPair(t, ns, "tcp4", "127.0.0.1", "127.0.0.1")
 		if err := p.client.CloseWrite(); err != nil {
 			t.Fatal(err)
 		}
-		reaches(t, cookie(t, p.client, unix.SO_COOKIE), FinWait2)
+		reaches(t, ns, cookie(t, p.client, unix.SO_COOKIE), FinWait2)
 	})
 	t.Run("listen", func(t *testing.T) {
 		var l net.Listener
-		ns.mustDo(t, func() (err error) {
+		ns.With(t).Do(func() (err error) {
 			var plain net.ListenConfig
 			plain.SetMultipathTCP(false) // else the listener's own cookie is that of an MPTCP socket
 			l, err = plain.Listen(context.Background(), "tcp4", "127.0.0.1:0")
 			return err
 		})
 		defer l.Close()
-		reaches(t, cookie(t, l.(*net.TCPListener), unix.SO_COOKIE), Listen)
+		reaches(t, ns, cookie(t, l.(*net.TCPListener), unix.SO_COOKIE), Listen)
 	})
 }
 
-// connectToNobody is a socket in SYN_SENT: nobody on the link has the address.
+// connectToNobody is a socket in SYN_SENT: no end of a Wire has the address.
 func connectToNobody() (int, error) {
-	err := netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "here"}, PeerName: "there"})
-	if err != nil {
-		return -1, fmt.Errorf("veth pair: %w", err)
-	}
-	if err := linkUp("there", nil, true); err != nil {
-		return -1, err
-	}
-	if err := linkUp("here", []string{"10.78.0.1/24"}, true); err != nil {
-		return -1, err
-	}
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {
 		return -1, err
 	}
-	err = unix.Connect(fd, &unix.SockaddrInet4{Port: 443, Addr: [4]byte{10, 78, 0, 99}})
+	err = unix.Connect(fd, &unix.SockaddrInet4{Port: 443, Addr: [4]byte{10, 77, 0, 99}})
 	if !errors.Is(err, unix.EINPROGRESS) {
 		unix.Close(fd)
 		return -1, fmt.Errorf("connect to nobody: %v, expected EINPROGRESS", err)
@@ -211,10 +203,10 @@ func TestMPTCP(t *testing.T) {
 	if _, err := os.Stat("/proc/sys/net/mptcp"); errors.Is(err, os.ErrNotExist) {
 		t.Skip("kernel without CONFIG_MPTCP")
 	}
-	ns := newNetns(t)
+	ns := kerneltest.NewNetns(t)
 	var fd int
 	var l net.Listener
-	ns.mustDo(t, func() (err error) {
+	ns.Do(func() (err error) {
 		if l, err = net.Listen("tcp4", "127.0.0.1:0"); err != nil {
 			return err
 		}
@@ -251,7 +243,7 @@ func TestMPTCP(t *testing.T) {
 // A protocol that the kernel cannot dump fails in the message that ends an
 // otherwise empty dump.
 func TestUnsupportedProtocolIsAnError(t *testing.T) {
-	ns := newNetns(t)
+	ns := kerneltest.NewNetns(t)
 	for _, protos := range [][]uint8{{253}, {unix.IPPROTO_TCP, 253}} {
 		d := readOwn(t, ns, protos...)
 		if d.Complete || !errors.Is(d.Err, ErrNoDiag) {
@@ -261,7 +253,7 @@ func TestUnsupportedProtocolIsAnError(t *testing.T) {
 }
 
 func TestCancelled(t *testing.T) {
-	ns := newNetns(t)
+	ns := kerneltest.NewNetns(t)
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
 	for _, d := range readAll(t, ns, ctx, 1) {
@@ -271,15 +263,15 @@ func TestCancelled(t *testing.T) {
 	}
 }
 
-// readAll is ReadAll of TCP on the thread; the first Dump must be its own.
-func readAll(t *testing.T, th thread, ctx context.Context, wanted ...uint64) []Dump {
+// readAll is ReadAll of TCP from inside a namespace; the first Dump must be its own.
+func readAll(t *testing.T, ns *kerneltest.Netns, ctx context.Context, wanted ...uint64) []Dump {
 	t.Helper()
 	set := map[uint64]struct{}{}
 	for _, c := range wanted {
 		set[c] = struct{}{}
 	}
 	var dumps []Dump
-	th.mustDo(t, func() error {
+	ns.With(t).Do(func() error {
 		dumps = ReadAll(ctx, set, unix.IPPROTO_TCP)
 		return nil
 	})
@@ -292,7 +284,7 @@ func readAll(t *testing.T, th thread, ctx context.Context, wanted ...uint64) []D
 // A namespace is found by the process that is in it, and the rest of the
 // machine is left alone.
 func TestOtherNamespaceByProcess(t *testing.T) {
-	own, other := newNetns(t), newNetns(t)
+	own, other := kerneltest.NewNetns(t), kerneltest.NewNetns(t)
 	mine, theirs := newPair(t, own, "tcp4", "127.0.0.1", "127.0.0.1"), newPair(t, other, "tcp4", "127.0.0.1", "127.0.0.1")
 	proc := wait(t, other)
 	netns := cookie(t, theirs.client, unix.SO_NETNS_COOKIE)
@@ -315,12 +307,12 @@ func TestOtherNamespaceByProcess(t *testing.T) {
 
 // Entering leaves no thread of ours behind.
 func TestThreadsComeHome(t *testing.T) {
-	own := newNetns(t)
+	own := kerneltest.NewNetns(t)
 	var inode uint64
-	other := newNetns(t)
+	other := kerneltest.NewNetns(t)
 	p := newPair(t, other, "tcp4", "127.0.0.1", "127.0.0.1")
 	wait(t, other)
-	other.mustDo(t, func() (err error) {
+	other.Do(func() (err error) {
 		if inode, err = linkInode("/proc/thread-self/ns/net"); err != nil {
 			return err
 		}
@@ -341,7 +333,7 @@ func TestThreadsComeHome(t *testing.T) {
 
 // A namespace that only a thread of some process is in.
 func TestOtherNamespaceByThread(t *testing.T) {
-	own, other := newNetns(t), newNetns(t)
+	own, other := kerneltest.NewNetns(t), kerneltest.NewNetns(t)
 	p := newPair(t, other, "tcp4", "127.0.0.1", "127.0.0.1")
 	d := complete(t, readAll(t, own, context.Background(), cookie(t, p.client, unix.SO_NETNS_COOKIE))[1])
 	if _, ok := d.Sockets[cookie(t, p.client, unix.SO_COOKIE)]; !ok {
@@ -355,7 +347,7 @@ func TestOtherNamespaceByThread(t *testing.T) {
 func TestNamespaceWithoutProcess(t *testing.T) {
 	for _, mounted := range []bool{true, false} {
 		t.Run(fmt.Sprintf("mounted=%v", mounted), func(t *testing.T) {
-			own, other := newNetns(t), newNetns(t)
+			own, other := kerneltest.NewNetns(t), kerneltest.NewNetns(t)
 			p := newPair(t, other, "tcp4", "127.0.0.1", "127.0.0.1")
 			netns := cookie(t, p.client, unix.SO_NETNS_COOKIE)
 
@@ -363,16 +355,16 @@ func TestNamespaceWithoutProcess(t *testing.T) {
 			if err := os.WriteFile(at, nil, 0o600); err != nil {
 				t.Fatal(err)
 			}
-			own.mustDo(t, privateMounts)
+			own.Do(privateMounts)
 			if mounted {
 				var link string
-				other.mustDo(t, func() error {
+				other.Do(func() error {
 					link = fmt.Sprintf("/proc/%d/task/%d/ns/net", os.Getpid(), unix.Gettid())
 					return nil
 				})
-				own.mustDo(t, func() error { return os.NewSyscallError("mount", unix.Mount(link, at, "", unix.MS_BIND, "")) })
+				own.Do(func() error { return os.NewSyscallError("mount", unix.Mount(link, at, "", unix.MS_BIND, "")) })
 			}
-			other.mustDo(t, func() error { return unix.Unshare(unix.CLONE_NEWNET) }) // nobody is in it any more
+			other.Do(func() error { return unix.Unshare(unix.CLONE_NEWNET) }) // nobody is in it any more
 
 			d := readAll(t, own, context.Background(), netns)[1]
 			if !mounted {
@@ -399,7 +391,7 @@ func privateMounts() error {
 // A path that has come to lead elsewhere is not read in the place of the
 // namespace that it was listed for.
 func TestPathLeadsElsewhere(t *testing.T) {
-	ns := newNetns(t)
+	ns := kerneltest.NewNetns(t)
 	proc := wait(t, ns)
 	for _, path := range []string{"", fmt.Sprintf("/proc/%d/ns/net", proc.Process.Pid), "/proc/0/ns/net", "/dev/null"} {
 		d := Read(context.Background(), Namespace{Cookie: 1 << 60, Path: path}, unix.IPPROTO_TCP)
@@ -410,11 +402,11 @@ func TestPathLeadsElsewhere(t *testing.T) {
 }
 
 func TestNamespaces(t *testing.T) {
-	own, other := newNetns(t), newNetns(t)
+	own, other := kerneltest.NewNetns(t), kerneltest.NewNetns(t)
 	wait(t, other)
 	wait(t, other)
 	var all []Namespace
-	own.mustDo(t, func() error {
+	own.Do(func() error {
 		var err error
 		all, err = Namespaces()
 		if errors.Is(err, os.ErrPermission) {
@@ -424,7 +416,7 @@ func TestNamespaces(t *testing.T) {
 		return err
 	})
 	var inode uint64
-	other.mustDo(t, func() (err error) {
+	other.Do(func() (err error) {
 		inode, err = linkInode("/proc/thread-self/ns/net")
 		return err
 	})

@@ -1,7 +1,6 @@
 package cgroup
 
 import (
-	"fmt"
 	"path"
 	"strings"
 
@@ -108,15 +107,15 @@ func Diff(before, after []Adopted) (appeared, gone []Adopted) {
 	return missing(after, before), missing(before, after)
 }
 
-// Unsupported returns one error for every match item with a key that cannot be
-// matched yet, naming its place and the keys.
+// Unsupported returns one *policy.Error for every match item with a key that
+// cannot be matched yet, at its place and naming the keys.
 func Unsupported(plan *policy.Plan) []error {
 	var out []error
 	for _, f := range plan.Features {
 		for _, m := range f.Match {
 			if keys := otherKeys(m); len(keys) > 0 {
-				out = append(out, fmt.Errorf("%s: feature %s: match by %s is not built yet: match by cgroup, or start the workload with bulkhead exec --feature %s",
-					m.Place, f.Name, strings.Join(keys, ", "), f.Name))
+				out = append(out, m.Place.Errorf("feature %s: match by %s is not built yet: match by cgroup, or start the workload with bulkhead exec --feature %s",
+					f.Name, strings.Join(keys, ", "), f.Name))
 			}
 		}
 	}

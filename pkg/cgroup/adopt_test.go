@@ -1,6 +1,7 @@
 package cgroup
 
 import (
+	"errors"
 	"fmt"
 	"reflect"
 	"strings"
@@ -79,16 +80,17 @@ func TestAdopt(t *testing.T) {
 
 func TestUnsupported(t *testing.T) {
 	p := plan(policy.Enforce, nil, feature("chat", nil, nil,
-		policy.Match{Cgroup: "/x", Place: "p.yaml:1:1"},
-		policy.Match{Unit: "a.service", Place: "p.yaml:12:9"},
-		policy.Match{Cgroup: "/x", Exe: "/bin/x", Cmdline: "y", User: "z", Container: map[string]string{"name": "c"}, Place: "p.yaml:13:9"}))
+		policy.Match{Cgroup: "/x", Place: policy.Place{File: "p.yaml", Line: 1, Col: 1}},
+		policy.Match{Unit: "a.service", Place: policy.Place{File: "p.yaml", Line: 12, Col: 9}},
+		policy.Match{Cgroup: "/x", Exe: "/bin/x", Cmdline: "y", User: "z", Container: map[string]string{"name": "c"}, Place: policy.Place{File: "p.yaml", Line: 13, Col: 9}}))
 	errs := Unsupported(p)
 	if len(errs) != 2 {
 		t.Fatalf("%v", errs)
 	}
 	for i, want := range []string{"p.yaml:12:9: feature chat: match by unit is not built yet", "p.yaml:13:9: feature chat: match by exe, cmdline, user, container is not built yet"} {
-		if !strings.HasPrefix(errs[i].Error(), want) {
-			t.Errorf("%v", errs[i])
+		var placed *policy.Error
+		if !strings.HasPrefix(errs[i].Error(), want) || !errors.As(errs[i], &placed) || placed.Line != 12+i {
+			t.Errorf("%#v", errs[i])
 		}
 	}
 }

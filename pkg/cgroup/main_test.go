@@ -16,10 +16,10 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 
+	"bulkhead/internal/kerneltest"
 	"bulkhead/pkg/policy"
 )
 
@@ -194,7 +194,7 @@ func testTree(t *testing.T) *Tree {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		poll(t, "remove "+dir, func() error {
+		kerneltest.Poll(t, "remove "+dir, func() error {
 			all, err := tree.Walk()
 			if err != nil {
 				return err
@@ -244,22 +244,6 @@ func must(t *testing.T, err error) {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)
-	}
-}
-
-// poll repeats f until it has no error, for ten seconds at most.
-func poll(t *testing.T, what string, f func() error) {
-	t.Helper()
-	deadline := time.Now().Add(10 * time.Second)
-	for {
-		err := f()
-		if err == nil {
-			return
-		}
-		if time.Now().After(deadline) {
-			t.Fatalf("%s: still after 10 s: %v", what, err)
-		}
-		time.Sleep(5 * time.Millisecond)
 	}
 }
 

@@ -8,6 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"bulkhead/internal/kerneltest"
 	"bulkhead/pkg/policy"
 )
 
@@ -19,7 +20,7 @@ func TestStatUsage(t *testing.T) {
 	start(t, tree, "/x/a", "spin")
 	start(t, tree, "/x/a", "hold")
 	start(t, tree, "/x/b", "hold")
-	poll(t, "usage", func() error {
+	kerneltest.Poll(t, "usage", func() error {
 		s, err := tree.Stat("/x")
 		if err != nil || s.CPU.UsageUsec < 20_000 {
 			return fmt.Errorf("%+v, %v", s, err)
@@ -113,7 +114,7 @@ func TestStatValues(t *testing.T) {
 	noConditions(t, apply(t, tree, p), nil)
 	mkdir(t, tree, chat+"/exec-1.scope")
 	start(t, tree, chat+"/exec-1.scope", "spin")
-	poll(t, "throttling", func() error {
+	kerneltest.Poll(t, "throttling", func() error {
 		s, err := tree.Stat(chat)
 		if err != nil || s.CPU.NrPeriods == 0 || s.CPU.NrThrottled == 0 || s.CPU.ThrottledUsec == 0 {
 			return fmt.Errorf("%+v, %v", s, err)

@@ -70,6 +70,7 @@ func TestAdmission(t *testing.T) {
 		test{"default errno", testDefaultErrno},
 		test{"observe", testObserve},
 		test{"refusals are told", testRefusals},
+		test{"a refusal that is being written is not told", testHalfRefusal},
 	)
 }
 
@@ -78,14 +79,12 @@ func TestAdmission(t *testing.T) {
 func testExactUnderContention(in *instance) {
 	t := in.T
 	const rounds, limit, threads = 100, 8, 64
-	plan := planOf(t, `
+	_, cg := in.enforce(`
 providers:
   p: {cidrs: [127.0.0.0/8], ports: [8000], limits: {connections: 8}}
 features:
   f: {class: batch}
 `)
-	cg := in.Mkdir("f")
-	in.apply(plan, member(t, plan, cg, "f", ""))
 	kerneltest.Serve(t, "127.0.0.1:8000", kerneltest.Drain)
 	client := in.start(cg)
 	p := provider("p")
@@ -116,14 +115,12 @@ features:
 // again and again to where there is no route, and each gives back and takes in one go.
 func testExactInAStorm(in *instance) {
 	const connects, limit, threads = 300_000, 2, 8
-	plan := planOf(in, `
+	_, cg := in.enforce(`
 providers:
   p: {cidrs: [192.0.2.0/24], limits: {connections: 2}}
 features:
   f: {class: batch}
 `)
-	cg := in.Mkdir("f")
-	in.apply(plan, member(in, plan, cg, "f", ""))
 	s := sample(in.T, in, provider("p"))
 	client := in.start(cg)
 	client.Hammer(kerneltest.TCP4, threads, "192.0.2.1:80")
@@ -276,14 +273,12 @@ func testMostSpecificFullRefuses(in *instance) {
 // A limit without an errno refuses with ECONNREFUSED, and a limit of 0 refuses all.
 func testDefaultErrno(in *instance) {
 	t := in.T
-	plan := planOf(t, `
+	_, cg := in.enforce(`
 providers:
   p: {cidrs: [127.0.0.0/8], limits: {connections: 0}}
 features:
   f: {class: batch}
 `)
-	cg := in.Mkdir("f")
-	in.apply(plan, member(t, plan, cg, "f", ""))
 	kerneltest.Serve(t, "127.0.0.1:8000", kerneltest.Drain)
 	client := in.start(cg)
 	_, errno := client.Dial(kerneltest.TCP4, "127.0.0.1:8000")
@@ -349,14 +344,12 @@ func testObserve(in *instance) {
 // A refusal is told with who, where, which bulkhead and why, and the total is of all.
 func testRefusals(in *instance) {
 	t := in.T
-	plan := planOf(t, `
+	_, cg := in.enforce(`
 providers:
   p: {cidrs: ["127.0.0.0/8", "::1/128"], limits: {connections: 0, errno: EAGAIN}}
 features:
   f: {class: batch, providers: {p: {connections: 3}}}
 `)
-	cg := in.Mkdir("f")
-	in.apply(plan, member(t, plan, cg, "f", ""))
 	client := in.start(cg)
 	for range 5 {
 		_, errno := client.Dial(kerneltest.TCP6, "[::ffff:127.0.0.9]:4711")
@@ -367,9 +360,48 @@ features:
 		t.Fatalf("refusals %+v, error %v; want one", all, err)
 	}
 	r := all[0]
-	if r.Total != 5 || r.Feature != "f" || r.Provider != "p" || int(r.PID) != client.PID || r.Comm == "" ||
+	if r.Total != 5 || r.Refused != 5 || r.WouldRefuse != 0 || r.Feature != "f" || r.Provider != "p" || int(r.PID) != client.PID || r.Comm == "" ||
 		r.Remote.String() != "127.0.0.9:4711" || r.Proto != policy.TCP || r.Bulkhead != provider("p") ||
 		r.Limit != 0 || r.Reason != "full" || r.Errno != uint16(syscall.EAGAIN) || r.Observed {
 		t.Errorf("got %+v", r)
+	}
+}
+
+// Who has claimed the record writes it bit by bit: until it is whole it is not told, not
+// even with what the one before it said.
+func testHalfRefusal(in *instance) {
+	_, cg := in.enforce(closedPolicy)
+	_, errno := in.start(cg).Dial(kerneltest.TCP4, "127.0.0.1:1")
+	wantErrno(in, errno, errnoSeen(syscall.EAGAIN), "connect")
+
+	at := in.k.traffic.at[trafficKey{feature: "f", provider: "p"}]
+	records := in.k.coll.Maps[kernelMapRefusals]
+	var whole kernelRefusal
+	if err := records.Lookup(at, &whole); err != nil {
+		in.Fatal(err)
+	}
+	told := func(r kernelRefusal) int {
+		in.Helper()
+		if err := records.Update(at, &r, ebpf.UpdateExist); err != nil {
+			in.Fatal(err)
+		}
+		all, err := in.k.Reader().Refusals()
+		if err != nil {
+			in.Fatal(err)
+		}
+		return len(all)
+	}
+	again, first := whole, whole
+	again.ClaimedNs++
+	again.Pid++
+	first.AtNs = 0
+	for _, c := range []struct {
+		name string
+		kernelRefusal
+		want int
+	}{{"whole", whole, 1}, {"the next is being written", again, 0}, {"the first is being written", first, 0}, {"none yet", kernelRefusal{}, 0}, {"whole again", whole, 1}} {
+		if n := told(c.kernelRefusal); n != c.want {
+			in.Errorf("%s: %d refusals are told, want %d", c.name, n, c.want)
+		}
 	}
 }

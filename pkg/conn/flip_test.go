@@ -314,14 +314,7 @@ features:
 
 // An apply that cannot be done leaves the plan before it in force.
 func testFailedApply(in *instance) {
-	plan := planOf(in, `
-providers:
-  p: {cidrs: [127.0.0.0/8], limits: {connections: 0, errno: EAGAIN}}
-features:
-  f: {class: batch}
-`)
-	cg := in.Mkdir("f")
-	in.apply(plan, member(in, plan, cg, "f", ""))
+	plan, cg := in.enforce(closedPolicy)
 	before := in.snapshot()
 	client := in.start(cg)
 

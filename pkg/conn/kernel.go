@@ -48,6 +48,9 @@ type Kernel struct {
 	missing map[uint64]uint64 // cookie -> word of slots that the last complete dump lacked
 }
 
+// MaxSlots is how many slots there is room for.
+func (k *Kernel) MaxSlots() uint32 { return k.coll.Maps[kernelMapSlots].MaxEntries() }
+
 // outer maps, in the order in which a generation is built.
 func outerMaps() []string {
 	return []string{kernelMapPlans, kernelMapDests, kernelMapPorts, kernelMapRoutes, kernelMapComps}
@@ -86,6 +89,9 @@ func Open(o Options) (_ *Kernel, err error) {
 	}
 	if err := setConstants(k.spec); err != nil {
 		return nil, err
+	}
+	if o.MaxSlots != 0 {
+		k.spec.Maps[kernelMapSlots].MaxEntries = o.MaxSlots
 	}
 	replace := map[string]*ebpf.Map{}
 	if _, err := os.Stat(o.pins()); err == nil {
@@ -473,7 +479,7 @@ func (k *Kernel) attach(udp bool) (err error) {
 		}
 	}()
 	for _, h := range hooks() {
-		if k.links[h.name] != nil || h.udp && !udp {
+		if k.links[h.name] != nil || !h.needed(udp) {
 			continue
 		}
 		l, err := link.AttachCgroup(link.CgroupOptions{Path: k.o.CgroupRoot, Attach: h.attach, Program: k.coll.Programs[h.program]})

@@ -37,6 +37,7 @@ const (
 	kernelConstantBULKHEAD_LAYOUT       kernelConstant = 1
 	kernelConstantPROVIDER_OTHER        kernelConstant = 0
 	kernelConstantCOMPARTMENT_PROTECTED kernelConstant = 65535
+	kernelConstantMAX_SLOTS             kernelConstant = 131072
 	kernelConstantNO_LIMIT              kernelConstant = 4294967295
 	kernelConstantNO_INDEX              kernelConstant = 4294967295
 	kernelConstantSLOT_RELEASED         kernelConstant = 1

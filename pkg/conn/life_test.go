@@ -13,6 +13,7 @@ import (
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
+	"golang.org/x/sys/unix"
 
 	"bulkhead/internal/kerneltest"
 	"bulkhead/pkg/policy"
@@ -22,15 +23,13 @@ import (
 // hold all the time, and it carries on with the same counts.
 func TestRestart(t *testing.T) {
 	in := newInstance(t)
-	plan := planOf(t, `
+	plan, cg := in.enforce(`
 providers:
   p: {cidrs: [127.1.0.0/16], limits: {connections: 5}}
   q: {cidrs: [127.2.0.0/16], limits: {connections: 0, errno: EAGAIN}}
 features:
   f: {class: batch}
 `)
-	cg := in.Mkdir("f")
-	in.apply(plan, member(t, plan, cg, "f", ""))
 	server := kerneltest.Serve(t, "127.1.0.1:80", kerneltest.Drain)
 	client := in.start(cg)
 	var open []int
@@ -131,6 +130,76 @@ func TestOnlyOneAgent(t *testing.T) {
 	}
 }
 
+// Who only looks whether an agent runs holds the lock for a moment, shared: an agent
+// that starts at that moment tries again.
+func TestLockBesideHolder(t *testing.T) {
+	env := kerneltest.New(t)
+	o := Options{CgroupRoot: env.Cgroup.Path, BPFFS: env.BPFFS}
+	if err := os.Mkdir(o.dir(), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	looks, err := os.Open(o.dir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer looks.Close()
+	if err := unix.Flock(int(looks.Fd()), unix.LOCK_SH|unix.LOCK_NB); err != nil {
+		t.Fatal(err)
+	}
+	opens, err := unix.InotifyInit1(unix.IN_CLOEXEC)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(opens)
+	if _, err := unix.InotifyAddWatch(opens, o.dir(), unix.IN_OPEN|unix.IN_CLOSE); err != nil {
+		t.Fatal(err)
+	}
+
+	type result struct {
+		lock *os.File
+		err  error
+	}
+	done := make(chan result, 1)
+	go func() {
+		f, err := o.lock()
+		done <- result{f, err}
+	}()
+	// Each try opens and closes the directory twice, the second time to ask who has it:
+	// the fifth event is of a try after one that was in vain.
+	seen := make(chan error, 1)
+	go func() {
+		buffer := make([]byte, 4096)
+		for n := 0; n < 5; {
+			got, err := unix.Read(opens, buffer)
+			if err != nil {
+				seen <- err
+				return
+			}
+			n += got / unix.SizeofInotifyEvent // without a name: it is the directory itself
+		}
+		seen <- nil
+	}()
+	select {
+	case r := <-done:
+		t.Fatalf("lock beside somebody who looks: %v, %v; want it to try again", r.lock, r.err)
+	case err := <-seen:
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := looks.Close(); err != nil {
+		t.Fatal(err)
+	}
+	r := <-done
+	if r.err != nil {
+		t.Fatalf("lock once nobody looks any more: %v", r.err)
+	}
+	defer r.lock.Close()
+	if pid, ok := Holder(o); !ok || pid != os.Getpid() {
+		t.Errorf("holder %d, %v; want %d", pid, ok, os.Getpid())
+	}
+}
+
 func TestWrongPlaces(t *testing.T) {
 	env := kerneltest.New(t)
 	dir := t.TempDir()
@@ -186,14 +255,7 @@ func TestOpenAloneDoesNothing(t *testing.T) {
 // them away.
 func TestForeignPins(t *testing.T) {
 	in := newInstance(t)
-	plan := planOf(t, `
-providers:
-  p: {cidrs: [127.0.0.0/8], limits: {connections: 0, errno: EAGAIN}}
-features:
-  f: {class: batch}
-`)
-	cg := in.Mkdir("f")
-	in.apply(plan, member(t, plan, cg, "f", ""))
+	_, cg := in.enforce(closedPolicy)
 	client := in.start(cg)
 	in.close()
 	programs := func() string {
@@ -367,14 +429,7 @@ features:
 // The branch for kernels before 5.18 loads here too, and refuses with EPERM.
 func TestWithoutErrno(t *testing.T) {
 	in := newInstance(t)
-	plan := planOf(t, `
-providers:
-  p: {cidrs: [127.0.0.0/8], limits: {connections: 0, errno: EAGAIN}}
-features:
-  f: {class: batch}
-`)
-	cg := in.Mkdir("f")
-	in.apply(plan, member(t, plan, cg, "f", ""))
+	_, cg := in.enforce(closedPolicy)
 	client := in.start(cg)
 	_, errno := client.Dial(kerneltest.TCP4, "127.0.0.1:1")
 	wantErrno(t, errno, errnoSeen(syscall.EAGAIN), "connect")
@@ -386,20 +441,10 @@ features:
 	if err := spec.Variables[kernelVarHaveRetval].Set(uint32(0)); err != nil {
 		t.Fatal(err)
 	}
-	own := map[string]*ebpf.Map{}
-	for name, m := range in.k.coll.Maps {
-		if isPinned(name) {
-			own[name] = m
-		}
-	}
-	old, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: own})
-	if err != nil {
-		t.Fatalf("%+v", err)
-	}
-	defer old.Close()
+	old := in.load(spec)
 	for _, h := range hooks() {
 		if l := in.k.links[h.name]; l != nil {
-			if err := l.Update(old.Programs[h.program]); err != nil {
+			if err := l.Update(old[h.program]); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -408,5 +453,62 @@ features:
 	wantErrno(t, errno, syscall.EPERM, "connect as before 5.18")
 	if n := in.count(provider("p")).refused(); n != 2 {
 		t.Errorf("%d refused, want 2", n)
+	}
+}
+
+// TestMaxSlots: what finds no room is let through and counted as such, and nothing else
+// is wrong; the size stays with the pins.
+func TestMaxSlots(t *testing.T) {
+	env := kerneltest.New(t)
+	in := &instance{T: t, Env: env, o: Options{CgroupRoot: env.Cgroup.Path, BPFFS: env.BPFFS, MaxSlots: MinMaxSlots}}
+	in.open()
+	t.Cleanup(func() { in.close() })
+	plan, cg := in.enforce("providers:\n  p: {cidrs: [127.1.0.0/16], limits: {connections: 5000}}\nfeatures:\n  f: {class: batch}\n")
+	server := kerneltest.Serve(t, "127.1.0.1:80", kerneltest.Drain)
+	client := in.start(cg)
+	const over = 76
+	var open []int
+	for range MinMaxSlots + over {
+		open = append(open, client.MustDial(kerneltest.TCP4, server.Addr))
+	}
+	s := in.snapshot()
+	if b := in.count(provider("p")); s.Totals.Slots != MinMaxSlots || s.Totals.SlotsMax != MinMaxSlots || s.Totals.SlotsFull != over ||
+		b.InUse != MinMaxSlots || b.Peak > MinMaxSlots+1 || b.Accepted != MinMaxSlots || b.refused() != 0 {
+		t.Errorf("%d connections with room for %d: %+v, %+v", len(open), MinMaxSlots, s.Totals, b)
+	}
+
+	// Those without a slot take none with them, and there is room again.
+	for _, fd := range open[MinMaxSlots-1:] {
+		client.Close(fd)
+	}
+	in.inUse(provider("p"), MinMaxSlots-1, "after the last ones have closed")
+	client.MustDial(kerneltest.TCP4, server.Addr)
+	if s := in.snapshot(); s.Totals.SlotsFull != over {
+		t.Errorf("with room for one: %+v", s.Totals)
+	}
+
+	in.close()
+	in.o.MaxSlots = 4 * MinMaxSlots
+	in.open()
+	if got := in.k.MaxSlots(); got != MinMaxSlots {
+		t.Errorf("room for %d after taking over, want the %d that are pinned", got, MinMaxSlots)
+	}
+	in.apply(plan, member(t, plan, cg, "f", ""))
+	in.leaklessBut(over)
+	in.close()
+	if err := Detach(in.o); err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range []uint32{1, MinMaxSlots - 1, MaxMaxSlots + 1} {
+		in.o.MaxSlots = n
+		if k, err := Open(in.o); err == nil {
+			k.Close()
+			t.Errorf("room for %d is taken", n)
+		}
+	}
+	in.o.MaxSlots = 2 * MinMaxSlots
+	in.open()
+	if got := in.k.MaxSlots(); got != 2*MinMaxSlots {
+		t.Errorf("room for %d, want the %d that were asked for", got, 2*MinMaxSlots)
 	}
 }

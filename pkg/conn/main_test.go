@@ -11,6 +11,7 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
 
@@ -23,6 +24,14 @@ func TestMain(m *testing.M) { os.Exit(kerneltest.Main(m)) }
 
 // header is how every policy here starts.
 const header = "apiVersion: bulkhead/v1\nkind: Policy\nmode: enforce\n"
+
+// closedPolicy lets nothing of feature f through to loopback.
+const closedPolicy = `
+providers:
+  p: {cidrs: [127.0.0.0/8], limits: {connections: 0, errno: EAGAIN}}
+features:
+  f: {class: batch}
+`
 
 // planOf compiles a policy.
 func planOf(t testing.TB, text string) *policy.Plan {
@@ -89,7 +98,10 @@ func runAll(t *testing.T, tests ...test) {
 	}
 }
 
-func (in *instance) leakless() {
+func (in *instance) leakless() { in.Helper(); in.leaklessBut(0) }
+
+// leaklessBut is leakless where so many connections found no room for a slot.
+func (in *instance) leaklessBut(full uint64) {
 	in.Helper()
 	for _, c := range in.clients {
 		c.Kill()
@@ -98,7 +110,7 @@ func (in *instance) leakless() {
 		return
 	}
 	in.empty("after every client has ended")
-	if s := in.snapshot(); s.Totals.Underflow != 0 || s.Totals.SlotsFull != 0 {
+	if s := in.snapshot(); s.Totals.Underflow != 0 || s.Totals.SlotsFull != full {
 		in.Errorf("totals %+v: a count went below zero, or slots ran out", s.Totals)
 	}
 }
@@ -126,6 +138,31 @@ func (in *instance) apply(plan *policy.Plan, members ...Member) {
 	if _, err := in.k.Apply(plan, members); err != nil {
 		in.Fatal(err)
 	}
+}
+
+// load loads other programs on the instance's maps.
+func (in *instance) load(spec *ebpf.CollectionSpec) map[string]*ebpf.Program {
+	in.Helper()
+	own := map[string]*ebpf.Map{}
+	for name, m := range in.k.coll.Maps {
+		if isPinned(name) {
+			own[name] = m
+		}
+	}
+	coll, err := ebpf.NewCollectionWithOptions(spec, ebpf.CollectionOptions{MapReplacements: own})
+	if err != nil {
+		in.Fatalf("%+v", err)
+	}
+	in.Cleanup(coll.Close)
+	return coll.Programs
+}
+
+// enforce puts a policy in force, with a cgroup in its feature f.
+func (in *instance) enforce(text string) (*policy.Plan, kerneltest.Cgroup) {
+	in.Helper()
+	plan, cg := planOf(in, text), in.Mkdir("f")
+	in.apply(plan, member(in, plan, cg, "f", ""))
+	return plan, cg
 }
 
 func (in *instance) setMembers(members ...Member) {

@@ -22,7 +22,20 @@ type Options struct {
 	CgroupRoot string
 	// BPFFS is a bpf file system; pins go to BPFFS/bulkhead.
 	BPFFS string
+	// MaxSlots is how many connections that hold something there is room for, at
+	// most; 0 is the default. Only Open of an instance that is not pinned yet heeds
+	// it: the kernel cannot resize a map, so what is pinned keeps its size.
+	MaxSlots uint32
 }
+
+// Bounds of Options.MaxSlots. A slot takes up to 256 bytes of kernel memory while its
+// connection is open, and room for one that is not 16 (a bucket, kernel/bpf/hashtab.c),
+// rounded up to a power of two.
+const (
+	MinMaxSlots     = 1024
+	DefaultMaxSlots = uint32(kernelConstantMAX_SLOTS)
+	MaxMaxSlots     = 1 << 22
+)
 
 // dir is the instance's own directory; its lock is the agent's lock.
 func (o Options) dir() string { return filepath.Join(o.BPFFS, "bulkhead") }
@@ -82,6 +95,9 @@ func (o Options) checkBPFFS() error {
 }
 
 func (o Options) check() error {
+	if o.MaxSlots != 0 && (o.MaxSlots < MinMaxSlots || o.MaxSlots > MaxMaxSlots) {
+		return fmt.Errorf("room for %d connections: it must be %d to %d", o.MaxSlots, MinMaxSlots, MaxMaxSlots)
+	}
 	if err := o.checkBPFFS(); err != nil {
 		return err
 	}
@@ -203,6 +219,9 @@ func (o Options) pinnedMaps(spec *ebpf.CollectionSpec, opts *ebpf.LoadPinOptions
 			continue
 		}
 		m, err := ebpf.LoadPinnedMap(filepath.Join(o.pins(), name), opts)
+		if err == nil && name == kernelMapSlots {
+			ms.MaxEntries = m.MaxEntries() // as it was asked for when it was made
+		}
 		if err == nil {
 			err = ms.Compatible(m)
 		}

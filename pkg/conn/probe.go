@@ -2,15 +2,12 @@ package conn
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
-	"path/filepath"
 	"strconv"
 	"strings"
 
 	"github.com/cilium/ebpf"
-	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
 
 	"bulkhead/internal/sockets"
@@ -146,60 +143,4 @@ func effectiveCapabilities() uint64 {
 		}
 	}
 	return 0
-}
-
-// Program is a program that is attached to one of our hooks at the root.
-type Program struct {
-	Hook string // "connect4"
-	ID   uint32
-	Name string // "" if it may not be asked for (needs CAP_SYS_ADMIN)
-	Ours bool
-}
-
-// Programs lists what is attached to our hooks at the root, ours and others'.
-func Programs(o Options) ([]Program, error) {
-	root, err := os.Open(o.CgroupRoot)
-	if err != nil {
-		return nil, fmt.Errorf("cgroup root: %w", err)
-	}
-	defer root.Close()
-	var all []Program
-	for _, h := range hooks() {
-		ids, err := link.QueryPrograms(link.QueryOptions{Target: int(root.Fd()), Attach: h.attach})
-		if err != nil {
-			return nil, fmt.Errorf("query programs of %s at %s: %w", h.name, o.CgroupRoot, err)
-		}
-		ours, err := o.linkedProgram(h)
-		if err != nil {
-			return nil, err
-		}
-		for _, p := range ids.Programs {
-			one := Program{Hook: strings.TrimPrefix(h.name, "link_"), ID: uint32(p.ID), Ours: uint32(p.ID) == ours}
-			if prog, err := ebpf.NewProgramFromID(p.ID); err == nil {
-				if info, err := prog.Info(); err == nil {
-					one.Name = info.Name
-				}
-				prog.Close()
-			}
-			all = append(all, one)
-		}
-	}
-	return all, nil
-}
-
-// linkedProgram is the id of the program under a pinned link, 0 if there is none.
-func (o Options) linkedProgram(h hook) (uint32, error) {
-	l, err := link.LoadPinnedLink(filepath.Join(o.pins(), h.name), nil)
-	if errors.Is(err, os.ErrNotExist) {
-		return 0, nil
-	}
-	if err != nil {
-		return 0, fmt.Errorf("open pinned link %s: %w", h.name, err)
-	}
-	defer l.Close()
-	info, err := l.Info()
-	if err != nil {
-		return 0, fmt.Errorf("pinned link %s: %w", h.name, err)
-	}
-	return uint32(info.Program), nil
 }

@@ -454,6 +454,10 @@ func (r *Reader) refusals(bulkheadAt map[policy.Key]uint32, trafficAt map[traffi
 	if err != nil {
 		return nil, err
 	}
+	counts, err := readArray[kernelBulkhead](r.maps[kernelMapBulkheads], top(bulkheadAt))
+	if err != nil {
+		return nil, err
+	}
 	names := invert(bulkheadAt)
 	now, mono := time.Now(), monotonic()
 	var all []Refusal
@@ -462,7 +466,15 @@ func (r *Reader) refusals(bulkheadAt map[policy.Key]uint32, trafficAt map[traffi
 		if f.AtNs == 0 || f.AtNs != f.ClaimedNs {
 			continue // none yet, or one is being written
 		}
+		var refused, would uint64
+		if _, ok := names[f.Bulkhead]; ok { // it may have left the policy
+			for i := range counts[f.Bulkhead].Rejected {
+				refused += counts[f.Bulkhead].Rejected[i]
+				would += counts[f.Bulkhead].WouldReject[i]
+			}
+		}
 		all = append(all, Refusal{
+			Refused: refused, WouldRefuse: would,
 			Time:  now.Add(-time.Duration(mono - int64(f.AtNs))),
 			Total: f.Total, Feature: k.feature, Tenant: k.tenant, Provider: k.provider,
 			PID: f.Pid, Comm: command(f.Pid, f.Comm[:]),

@@ -51,9 +51,7 @@ features:
 // 127.2.0.1:80 (q) and 127.3.0.1:80 (other) hold what they accept.
 func two(in *instance) (client *kerneltest.Client, servers map[string]*kerneltest.Server) {
 	in.Helper()
-	plan := planOf(in, twoProviders)
-	cg := in.Mkdir("f")
-	in.apply(plan, member(in, plan, cg, "f", ""))
+	_, cg := in.enforce(twoProviders)
 	servers = map[string]*kerneltest.Server{
 		"p":     kerneltest.Serve(in, "127.1.0.1:80", kerneltest.Drain),
 		"q":     kerneltest.Serve(in, "127.2.0.1:80", kerneltest.Drain),
@@ -74,14 +72,12 @@ func (in *instance) want(p, q uint32, when string) {
 
 // Ten thousand refusals leave nothing behind, with the descriptor open too.
 func testRefusedByUs(in *instance) {
-	plan := planOf(in, `
+	_, cg := in.enforce(`
 providers:
   p: {cidrs: [127.0.0.0/8], limits: {connections: 0}}
 features:
   f: {class: batch}
 `)
-	cg := in.Mkdir("f")
-	in.apply(plan, member(in, plan, cg, "f", ""))
 	client := in.start(cg)
 	addrs := slices.Repeat([]string{"127.0.0.1:1"}, 10_000)
 	for _, errno := range client.Probe(kerneltest.TCP4, addrs) {

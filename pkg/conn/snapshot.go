@@ -88,10 +88,13 @@ type Refusal struct {
 	Remote                    netip.AddrPort
 	Proto                     policy.Proto
 	Bulkhead                  policy.Key // the most specific that was full
-	Limit                     policy.Limit
-	Reason                    string // "full", "contended"
-	Errno                     uint16 // what connect() returned, unless Observed
-	Observed                  bool
+	// Refused and WouldRefuse are what Bulkhead has counted of each kind, over all
+	// routes that hold it.
+	Refused, WouldRefuse uint64
+	Limit                policy.Limit
+	Reason               string // "full", "contended"
+	Errno                uint16 // what connect() returned, unless Observed
+	Observed             bool
 }
 
 // Totals are counts that belong to no bulkhead.

@@ -111,9 +111,7 @@ func TestUDPHooks(t *testing.T) {
 
 func udp(in *instance) *kerneltest.Client {
 	in.Helper()
-	plan := planOf(in, udpPolicy)
-	cg := in.Mkdir("f")
-	in.apply(plan, member(in, plan, cg, "f", ""))
+	_, cg := in.enforce(udpPolicy)
 	return in.start(cg)
 }
 

@@ -54,11 +54,15 @@ func (f *File) plan() (*Plan, error) {
 
 	p.Providers = []Provider{{Name: OtherProvider}}
 	for _, d := range f.providers {
-		p.Providers = append(p.Providers, Provider{
+		one := Provider{
 			Name:  d.value,
 			Hosts: d.hosts,
 			UDP:   slices.ContainsFunc(d.ports, func(r PortRange) bool { return r.Proto == UDP }),
-		})
+		}
+		if len(d.hosts) > 0 {
+			one.Place = d.hostsAt.public()
+		}
+		p.Providers = append(p.Providers, one)
 	}
 	for _, t := range f.tenants {
 		p.Tenants = append(p.Tenants, t.value)

@@ -28,8 +28,8 @@ func TestContract(t *testing.T) {
 	if plan.Mode != Enforce {
 		t.Errorf("mode %s", plan.Mode)
 	}
-	wantProviders := []Provider{{Name: "other"}, {Name: "deepseek", Hosts: []string{"api.deepseek.com"}},
-		{Name: "qwen", Hosts: []string{"dashscope.aliyuncs.com"}}, {Name: "local"}, {Name: "postgres"}}
+	wantProviders := []Provider{{Name: "other"}, {Name: "deepseek", Hosts: []string{"api.deepseek.com"}, Place: Place{"testdata/contract.yaml", 6, 21}},
+		{Name: "qwen", Hosts: []string{"dashscope.aliyuncs.com"}, Place: Place{"testdata/contract.yaml", 7, 21}}, {Name: "local"}, {Name: "postgres"}}
 	if !reflect.DeepEqual(plan.Providers, wantProviders) {
 		t.Errorf("providers %+v", plan.Providers)
 	}
@@ -39,8 +39,8 @@ func TestContract(t *testing.T) {
 	wantFeatures := []Feature{
 		{Name: "default", Class: Background},
 		{Name: "chat", Owner: "team-chat", Class: Realtime, CPU: &CPU{Weight: 10000}, Match: []Match{
-			{Unit: "chat.service", Place: "testdata/contract.yaml:19:9"},
-			{Unit: "chat-free@*.service", Tenant: "free", Place: "testdata/contract.yaml:20:9"},
+			{Unit: "chat.service", Place: Place{"testdata/contract.yaml", 19, 9}},
+			{Unit: "chat-free@*.service", Tenant: "free", Place: Place{"testdata/contract.yaml", 20, 9}},
 		}},
 		{Name: "batch_summarize", Class: Batch, CPU: &CPU{Weight: 10, MaxUsec: 150_000, PeriodUsec: 100_000}, Memory: &Memory{High: 2 << 30, Max: 3 << 30}},
 	}
@@ -320,9 +320,12 @@ func roundTrip(t *testing.T, plan *Plan) {
 	if again, _ := json.Marshal(&back); string(again) != string(text) {
 		t.Errorf("wrote\n%s\nand then\n%s", text, again)
 	}
-	for _, f := range plan.Features { // the only thing that stays behind
+	for i := range plan.Providers { // only places stay behind
+		plan.Providers[i].Place = Place{}
+	}
+	for _, f := range plan.Features {
 		for i := range f.Match {
-			f.Match[i].Place = ""
+			f.Match[i].Place = Place{}
 		}
 	}
 	if !reflect.DeepEqual(&back, plan) {
@@ -425,7 +428,7 @@ func TestTooLarge(t *testing.T) {
 	// Destinations and bulkheads, without the text.
 	f := &File{providers: []*provider{{placed: placed[string]{value: "p"}, ports: portsOf([]Proto{TCP}, []PortRange{{First: 1, Last: 2}})}}}
 	for i := range MaxDestinations + 1 {
-		f.providers[0].prefixes = append(f.providers[0].prefixes, netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i >> 16), byte(i >> 8), byte(i)}), 32))
+		f.providers[0].prefixes = append(f.providers[0].prefixes, placed[netip.Prefix]{value: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i >> 16), byte(i >> 8), byte(i)}), 32)})
 	}
 	if _, _, err := Compile(f); err == nil || !strings.Contains(err.Error(), "too many destinations: 65537, and the most is 65536") {
 		t.Errorf("got %v", err)

@@ -69,16 +69,43 @@ func fill(first, second []PortRange) []PortRange {
 	return mergePorts(all)
 }
 
+// portsAs are a provider's ports with its index in them.
+func (p *provider) portsAs(index uint32) []PortRange {
+	own := slices.Clone(p.ports)
+	for i := range own {
+		own[i].Provider = index
+	}
+	return own
+}
+
+// overlap is what of own the ports of taken have already, with taken's providers.
+// Both are sorted and disjoint, and so is what it returns.
+func overlap(own, taken []PortRange) []PortRange {
+	var both []PortRange
+	for i, j := 0, 0; i < len(own) && j < len(taken); {
+		a, b := own[i], taken[j]
+		if a.Proto == b.Proto && a.First <= b.Last && b.First <= a.Last {
+			both = append(both, PortRange{a.Proto, max(a.First, b.First), min(a.Last, b.Last), b.Provider})
+		}
+		if cmp.Or(cmp.Compare(a.Proto, b.Proto), cmp.Compare(a.Last, b.Last)) < 0 {
+			i++
+		} else {
+			j++
+		}
+	}
+	return both
+}
+
 // destinations compiles the providers' prefixes and ports; ranges is how many
 // port ranges all destinations may have together. Providers[i] of the plan is
 // providers[i-1] here.
 func destinations(providers []*provider, most, ranges int) ([]Destination, error) {
 	byPrefix := map[netip.Prefix][]uint32{}
 	for i, p := range providers {
-		for _, prefix := range p.prefixes {
-			has := byPrefix[prefix]
+		for _, x := range p.prefixes {
+			has := byPrefix[x.value]
 			if n := len(has); n == 0 || has[n-1] != uint32(i+1) { // twice in one provider
-				byPrefix[prefix] = append(has, uint32(i+1))
+				byPrefix[x.value] = append(has, uint32(i+1))
 			}
 		}
 	}
@@ -105,10 +132,7 @@ func destinations(providers []*provider, most, ranges int) ([]Destination, error
 
 	own := make([][]PortRange, len(providers)+1)
 	for i, p := range providers {
-		own[i+1] = slices.Clone(p.ports)
-		for j := range own[i+1] {
-			own[i+1][j].Provider = uint32(i + 1)
-		}
+		own[i+1] = p.portsAs(uint32(i + 1))
 	}
 	dests := make([]Destination, 0, len(prefixes))
 	total := 0

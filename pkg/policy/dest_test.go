@@ -136,7 +136,8 @@ func naive(providers []*provider, addr netip.Addr, port uint16, proto Proto) uin
 	addr = addr.Unmap().WithZone("")
 	found, bits := uint32(0), -1
 	for i, p := range providers {
-		for _, prefix := range p.prefixes {
+		for _, x := range p.prefixes {
+			prefix := x.value
 			if prefix.Bits() <= bits || !prefix.Contains(addr) {
 				continue
 			}
@@ -214,7 +215,7 @@ func TestLookupIsTheNaiveScan(t *testing.T) {
 		for i := range 1 + rnd.IntN(8) {
 			p := &provider{placed: placed[string]{value: fmt.Sprint("p", i)}}
 			for range 1 + rnd.IntN(6) {
-				p.prefixes = append(p.prefixes, prefix())
+				p.prefixes = append(p.prefixes, placed[netip.Prefix]{value: prefix()})
 			}
 			var ranges []PortRange
 			for range 1 + rnd.IntN(4) {

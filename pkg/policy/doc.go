@@ -32,5 +32,5 @@
 //
 // The same policy compiles to the same Plan, byte for byte in JSON. A Plan
 // survives JSON: what is read back is equal to what was written (but for
-// Match.Place). A Plan is never changed after Compile has returned it.
+// places). A Plan is never changed after Compile has returned it.
 package policy

@@ -7,6 +7,22 @@ import (
 	"strings"
 )
 
+// Place is where something stands in a policy. The zero Place is nowhere: that of
+// what was read back from JSON.
+type Place struct {
+	File string
+	// Line and Col count from 1; Col is in characters.
+	Line, Col int
+}
+
+// String is "FILE:LINE:COL", which editors and terminals make a link of.
+func (p Place) String() string { return fmt.Sprintf("%s:%d:%d", p.File, p.Line, p.Col) }
+
+// Errorf is an Error at the place.
+func (p Place) Errorf(format string, args ...any) *Error {
+	return &Error{File: p.File, Line: p.Line, Col: p.Col, Msg: fmt.Sprintf(format, args...)}
+}
+
 // Error is one fault of a policy at its place.
 type Error struct {
 	File string
@@ -66,9 +82,9 @@ type place struct {
 	line, col int
 }
 
-func (p place) String() string {
-	return fmt.Sprintf("%s:%d:%d", p.file, p.line, p.col)
-}
+func (p place) public() Place { return Place{File: p.file, Line: p.line, Col: p.col} }
+
+func (p place) String() string { return p.public().String() }
 
 func comparePlaces(a, b place) int {
 	return cmp.Or(cmp.Compare(a.order, b.order), cmp.Compare(a.line, b.line), cmp.Compare(a.col, b.col))

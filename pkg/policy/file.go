@@ -33,7 +33,8 @@ type block struct {
 type provider struct {
 	placed[string] // name
 	hosts          []string
-	prefixes       []netip.Prefix
+	hostsAt        place // of the list
+	prefixes       []placed[netip.Prefix]
 	ports          []PortRange // sorted, disjoint, for every protocol; Provider is not set
 	limits         *block
 }

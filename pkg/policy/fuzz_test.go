@@ -35,9 +35,19 @@ func FuzzParse(f *testing.F) {
 			}
 			return
 		}
-		plan, _, err := Compile(file)
+		plan, warnings, err := Compile(file)
 		if err != nil {
 			return // too large
+		}
+		for _, w := range warnings {
+			if w.File != "p" || w.Line < 1 || w.Col < 1 || w.Msg == "" {
+				t.Fatalf("warning without a place: %#v", w)
+			}
+		}
+		for _, d := range plan.Providers {
+			if len(d.Hosts) > 0 && (d.Place.File != "p" || d.Place.Line < 1 || d.Place.Col < 1) {
+				t.Fatalf("hosts without a place: %#v", d)
+			}
 		}
 		wrote, err := json.Marshal(plan)
 		if err != nil {

@@ -60,11 +60,16 @@ func TestDirectory(t *testing.T) {
 	if err := os.Symlink(".real", filepath.Join(dir, "40-teams.yaml")); err != nil {
 		t.Fatal(err)
 	}
-	plan, _, err := Check(dir)
+	plan, warnings, err := Check(dir)
 	if err != nil {
 		t.Fatal(err)
 	}
 	var got []string
+	for _, w := range warnings {
+		got = append(got, strings.TrimPrefix(w.String(), dir+"/"))
+	}
+	wantLines(t, got, []string{"20-more.yml:5:25: providers.a: 10.0.0.0/8 never matches: provider b, earlier in the directory, has the same prefix and ports"})
+	got = nil
 	for _, p := range plan.Providers {
 		got = append(got, p.Name)
 	}

@@ -2,6 +2,7 @@ package policy
 
 import (
 	"fmt"
+	"net/netip"
 	"regexp"
 	"slices"
 	"strings"
@@ -183,7 +184,7 @@ func (p *parser) provider(r *reader, name, path string, k, v *yaml.Node) {
 			path := join(path, key)
 			switch key {
 			case "hosts":
-				named = true
+				named, d.hostsAt = true, r.of(v)
 				r.filled(v, path, "a list of host names", func(path string, v *yaml.Node) {
 					host, ok := checked(r, v, path, "a host name", parseHost)
 					if ok && !slices.Contains(d.hosts, host) {
@@ -200,7 +201,7 @@ func (p *parser) provider(r *reader, name, path string, k, v *yaml.Node) {
 							map[bool]int{true: shortest4, false: shortest6}[prefix.Addr().Is4()])})
 					}
 					if ok {
-						d.prefixes = append(d.prefixes, prefix)
+						d.prefixes = append(d.prefixes, placed[netip.Prefix]{prefix, r.of(v)})
 					}
 				})
 			case "ports":
@@ -547,7 +548,7 @@ func (r *reader) memory(f *feature, v *yaml.Node, path string) {
 // match reads one item.
 func (r *reader) match(n *yaml.Node, path string) (matchItem, bool) {
 	item := matchItem{at: r.of(n)}
-	item.Place = item.at.String()
+	item.Place = item.at.public()
 	before := len(*r.errs)
 	keys := 0
 	set := func(field *string, v *yaml.Node, path, want string, check func(string) error) {

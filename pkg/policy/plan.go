@@ -114,6 +114,8 @@ type Provider struct {
 	// Hosts are names that are still to be resolved. The agent of this release
 	// refuses a plan that has any.
 	Hosts []string `json:"hosts,omitempty"`
+	// Place is where Hosts stand, for messages; not part of the hash.
+	Place Place `json:"-"`
 	// UDP is true if any of the provider's destinations is UDP.
 	UDP bool `json:"udp,omitempty"`
 }
@@ -165,8 +167,8 @@ type Match struct {
 	// Container are keys (name, image, label as "key=value", compose_service)
 	// with their globs.
 	Container map[string]string `json:"container,omitempty"`
-	// Place is FILE:LINE:COL of the item, for messages; not part of the hash.
-	Place string `json:"-"`
+	// Place is where the item stands, for messages; not part of the hash.
+	Place Place `json:"-"`
 }
 
 // Compartment is a feature, or a feature x tenant. Its id is its index.

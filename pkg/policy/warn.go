@@ -1,6 +1,9 @@
 package policy
 
 import (
+	"maps"
+	"net/netip"
+	"slices"
 	"strings"
 
 	"github.com/bmatcuk/doublestar/v4"
@@ -41,6 +44,7 @@ func (f *File) warnings() Warnings {
 		ws.limits("features.default", d.limits, d.providers, limits)
 	}
 	f.warnStranded(&ws)
+	f.warnHidden(&ws)
 	return ws.warnings()
 }
 
@@ -103,6 +107,62 @@ func (f *File) warnStranded(ws *findings) {
 			ws.add(p.limits.at, "providers.%s: the features' caps add up to %d of %d: %s can use the other %d", p.value, sum, most, left, most-sum)
 		}
 	}
+}
+
+// warnHidden warns of destinations that an earlier provider with the same prefix
+// has, whole or in part. A longer prefix is no reason: to carve a part out of a
+// shorter one is what it is for, and it takes nothing but what it names.
+func (f *File) warnHidden(ws *findings) {
+	taken := map[netip.Prefix][]PortRange{} // Provider is an index into f.providers
+	for i, p := range f.providers {
+		own := p.portsAs(uint32(i))
+		for _, x := range p.prefixes {
+			if hidden := overlap(own, taken[x.value]); len(hidden) > 0 {
+				f.warnTaken(ws, p, x, hidden)
+			}
+		}
+		for _, x := range p.prefixes {
+			taken[x.value] = fill(taken[x.value], own)
+		}
+	}
+}
+
+// warnTaken says which ports of p's prefix x go to whom.
+func (f *File) warnTaken(ws *findings, p *provider, x placed[netip.Prefix], hidden []PortRange) {
+	of := map[uint32][]string{} // ports
+	var who []string
+	where := "the file"
+	for _, r := range hidden {
+		first := f.providers[r.Provider]
+		if of[r.Provider] == nil {
+			who = append(who, first.value)
+		}
+		of[r.Provider] = append(of[r.Provider], r.String())
+		if first.at.file != p.at.file {
+			where = "the directory" // whose files are read by name
+		}
+	}
+	path := join("providers", p.value)
+	if countPorts(hidden) == countPorts(p.ports) {
+		if len(who) == 1 {
+			ws.add(x.at, "%s: %s never matches: provider %s, earlier in %s, has the same prefix and ports", path, x.value, who[0], where)
+		} else {
+			ws.add(x.at, "%s: %s never matches: providers %s, earlier in %s, have the same prefix and together its ports", path, x.value, strings.Join(who, ", "), where)
+		}
+		return
+	}
+	for _, i := range slices.Sorted(maps.Keys(of)) {
+		ws.add(x.at, "%s: %s does not match %s: provider %s, earlier in %s, has the same prefix and these ports",
+			path, x.value, strings.Join(of[i], ", "), f.providers[i].value, where)
+	}
+}
+
+// countPorts counts the ports of ranges that are disjoint.
+func countPorts(ranges []PortRange) (n int) {
+	for _, r := range ranges {
+		n += int(r.Last) - int(r.First) + 1
+	}
+	return n
 }
 
 // warnMatch warns of matches that never have an effect, because what they name

@@ -39,6 +39,24 @@ func TestWarnings(t *testing.T) {
 		{"default uses the rest", provider + "features:\n  f: {class: batch, providers: {p: {connections: 3}}}\n  default: {limits: {connections: 2}, providers: {p: {connections: 7}}}\n", nil},
 		{"a feature without a cap uses the rest", provider + "features:\n  f: {class: batch, providers: {p: {connections: 3}}}\n  g: {class: batch}\n", nil},
 		{"caps that add up", provider + "features:\n  f: {class: batch, providers: {p: {connections: 5}}}\n  g: {class: batch, providers: {p: {connections: 50%}}}\n", nil},
+		{"hidden whole", head + "providers:\n  p: {cidrs: [10.0.0.0/8, \"fd00::/16\"]}\n  q:\n    cidrs:\n    - 10.0.0.0/8\n    - \"::ffff:10.0.0.0/104\"\n    - \"fd00::/16\"\n    - 10.1.0.0/16\n    ports: [443, 8000-8010]\n" +
+			"features: {}\n", []string{
+			"p.yaml:8:7: providers.q: 10.0.0.0/8 never matches: provider p, earlier in the file, has the same prefix and ports",
+			"p.yaml:9:7: providers.q: 10.0.0.0/8 never matches: provider p, earlier in the file, has the same prefix and ports",
+			"p.yaml:10:7: providers.q: fd00::/16 never matches: provider p, earlier in the file, has the same prefix and ports",
+		}},
+		{"hidden by two together", head + "providers:\n  p: {cidrs: [10.0.0.0/8], ports: [1-100]}\n  q: {cidrs: [10.0.0.0/8], ports: [101-200]}\n  r: {cidrs: [10.0.0.0/8], ports: [50-150]}\nfeatures: {}\n", []string{
+			"p.yaml:7:15: providers.r: 10.0.0.0/8 never matches: providers p, q, earlier in the file, have the same prefix and together its ports",
+		}},
+		{"hidden in part", head + "providers:\n  p: {cidrs: [10.0.0.0/8], ports: [443, 8000-8010]}\n  q: {cidrs: [10.0.0.0/8], ports: [80], protocol: udp}\n" +
+			"  r: {cidrs: [9.0.0.0/8, 10.0.0.0/8], ports: [1-8005], protocol: [tcp, udp]}\n  s: {cidrs: [10.0.0.0/8]}\nfeatures: {}\n", []string{
+			"p.yaml:7:26: providers.r: 10.0.0.0/8 does not match tcp 443, tcp 8000-8005: provider p, earlier in the file, has the same prefix and these ports",
+			"p.yaml:7:26: providers.r: 10.0.0.0/8 does not match udp 80: provider q, earlier in the file, has the same prefix and these ports",
+			"p.yaml:8:15: providers.s: 10.0.0.0/8 does not match tcp 443, tcp 8000-8010: provider p, earlier in the file, has the same prefix and these ports",
+			"p.yaml:8:15: providers.s: 10.0.0.0/8 does not match tcp 1-442, tcp 444-7999: provider r, earlier in the file, has the same prefix and these ports",
+		}},
+		{"not hidden", head + "providers:\n  p: {cidrs: [10.0.0.0/8, 10.0.0.0/8]}\n  longer: {cidrs: [10.1.0.0/16, 10.0.0.0/9]}\n  shorter: {cidrs: [10.0.0.0/7], wide: true}\n" +
+			"  udp: {cidrs: [10.0.0.0/8], protocol: udp, ports: [53]}\n  other6: {cidrs: [\"a00::/16\"], ports: [54]}\n  beside: {cidrs: [10.0.0.0/8], protocol: udp, ports: [52, 54]}\nfeatures: {}\n", nil},
 		{"no class", provider + "features:\n  f: {}\n  default: {}\n", []string{
 			"p.yaml:7:3: features.f: has no class and gets background, the lowest: write one",
 		}},

@@ -4,10 +4,13 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"os/exec"
 	"slices"
 	"strings"
 	"syscall"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"bulkhead/internal/kerneltest"
 )
@@ -137,6 +140,40 @@ func TestObserve(t *testing.T) {
 	if b.InUse != 12 || b.Peak != 15 || total(b.Rejected) != 2 || b.WouldReject["full"] != 3 {
 		t.Errorf("%+v", b)
 	}
+	wantWords(t, n.must("explain", "--from", fmt.Sprint(client.PID), "--to", n.addr(1)), "in all it refused 2, and would have refused 3 in mode observe")
+}
+
+// explain answers for what no limit is about, and says what there is not.
+func TestExplainFrom(t *testing.T) {
+	n := newNode(t)
+	n.write(shares)
+	n.start()
+	// This process is outside of the node's root.
+	out := n.must("explain", "--to", n.addr(1), "--from", fmt.Sprint(os.Getpid()))
+	wantWords(t, out, fmt.Sprintf("process %d is in cgroup ", os.Getpid()), "outside the cgroup root "+n.Cgroup.Path, "no limit of this instance applies to it")
+	if strings.Contains(out, "route") {
+		t.Errorf("explain said\n%s", out)
+	}
+	wantWords(t, n.must("explain"), "no limit of this instance applies to it")
+	for _, from := range []string{"/no/such", n.Cgroup.Path + "/no/such", "/bulkhead.slice/bulkhead-none.slice"} {
+		wantSentence(t, n.run("explain", "--from", from), 1, "there is no cgroup /", strings.TrimPrefix(from, n.Cgroup.Path), "under the cgroup root "+n.Cgroup.Path)
+	}
+	wantSentence(t, n.run("explain", "--from", "no-such-unit"), 1, "no-such-unit.service")
+	for _, from := range []string{"0", "-1", "2147483647"} {
+		wantResult(t, n.run("explain", "--from", from), 1, "process "+from+": there is none")
+	}
+	// From a cgroup namespace too, where a process has to be looked for in the tree.
+	inside, err := os.Open(n.Mkdir("namespace").Path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer inside.Close()
+	args := n.args("explain", "--from", "2147483647")
+	cmd := exec.Command(args[0], args[1:]...)
+	cmd.SysProcAttr = &syscall.SysProcAttr{UseCgroupFD: true, CgroupFD: int(inside.Fd()), Unshareflags: unix.CLONE_NEWCGROUP}
+	wantResult(t, run(t, cmd), 1, "process 2147483647: there is none")
+	r := n.run("explain", "--from", "/bulkhead.slice/bulkhead-chat.slice", "--to", "no-such-host.invalid:443")
+	wantResult(t, r, 1, "--to", "no-such-host.invalid")
 }
 
 // connect() fails with what the policy says of the bulkhead that was full.

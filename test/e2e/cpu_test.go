@@ -1,7 +1,10 @@
 package e2e
 
 import (
+	"encoding/json"
 	"fmt"
+	"maps"
+	"math"
 	"os"
 	"path/filepath"
 	"slices"
@@ -209,11 +212,14 @@ func TestControllersTold(t *testing.T) {
 	n := newNode(t)
 	n.serve(1)
 	n.write(strings.Replace(weighed, "providers: {}", "providers: {deepseek: {cidrs: [@1/32], limits: {connections: 2}}}", 1))
+	before := n.planned(n.policy)
 	n.start()
 	s := n.status()
 	var told []string
+	var conds []condition
 	for _, c := range s.Conditions {
 		if c.Type == "CPU" || c.Type == "Memory" {
+			conds = append(conds, c)
 			told = append(told, strings.ToLower(c.Type))
 			if c.Status != "False" || c.Reason == "" || !strings.Contains(c.Message, "connection limits work") {
 				t.Errorf("condition %+v", c)
@@ -234,6 +240,27 @@ func TestControllersTold(t *testing.T) {
 		code = 1
 	}
 	n.wantRun(code, nil, "status", "--check")
+
+	// plan says the same: beforehand, at each value, and when it is in force.
+	for _, p := range []planned{before, n.planned(n.policy)} {
+		if !slices.Equal(p.Conditions, conds) {
+			t.Errorf("plan's conditions %+v, want status's %+v", p.Conditions, conds)
+		}
+		wantWords(t, p.text, messages(conds)...)
+	}
+	for _, c := range before.Changes {
+		if c.What != "cpu" && c.What != "memory" {
+			continue
+		}
+		if said := strings.Contains(c.Note, "cannot be set on this node"); said != slices.Contains(want, c.What) {
+			t.Errorf("plan says of %s %s: %q", c.What, c.Name, c.Note)
+		}
+	}
+	observed := filepath.Join(n.dir, "observe.yaml")
+	n.save(observed, strings.Replace(weighed, "mode: enforce", "mode: observe", 1))
+	if p := n.planned(observed); len(p.Conditions) > 0 {
+		t.Errorf("observe sets nothing, so nothing falls short: %+v", p.Conditions)
+	}
 	for _, c := range s.Compartments {
 		for _, m := range c.Cgroups {
 			if slices.Contains(want, "cpu") && (m.CPU.Weight != nil || m.CPU.Max != nil || m.CPU.Idle) {
@@ -243,4 +270,80 @@ func TestControllersTold(t *testing.T) {
 	}
 	dials(t, n.client("batch"), n.addr(1), 3, syscall.ECONNREFUSED)
 	n.wantCounts(map[string]counts{"provider deepseek": {2, 2, 2, 2, 1}})
+}
+
+// planned is what plan says of a policy, in both ways.
+type planned struct {
+	text    string
+	Changes []struct {
+		Kind, What, Name, Note string
+	}
+	Conditions []condition
+}
+
+func (n *node) planned(policy string) (p planned) {
+	n.t.Helper()
+	r := n.run("plan", "-o", "json", policy)
+	if err := json.Unmarshal([]byte(r.stdout), &p); err != nil || p.Conditions == nil {
+		n.t.Fatalf("plan -o json: %v, %s", err, r)
+	}
+	p.text = n.run("plan", policy).stdout
+	return p
+}
+
+func messages(conds []condition) (all []string) {
+	for _, c := range conds {
+		all = append(all, c.Type+": "+c.Reason+": "+c.Message)
+	}
+	return all
+}
+
+// Processor time belongs to one compartment: a tenant's is not its feature's too,
+// though the kernel counts it in both slices. Status and metrics say the same.
+func TestCPUTime(t *testing.T) {
+	n := newNode(t)
+	n.write(tenanted)
+	n.start()
+	const work = "i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done"
+	n.must("exec", "--feature", "chat", "--", "sh", "-c", work)
+	n.must("exec", "--feature", "chat", "--tenant", "free", "--", "sh", "-c", work)
+
+	kernel := func(slice string) uint64 {
+		t.Helper()
+		text, err := os.ReadFile(filepath.Join(slice, "cpu.stat"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var usage uint64
+		if _, err := fmt.Sscanf(string(text), "usage_usec %d", &usage); err != nil {
+			t.Fatalf("%v in %s", err, text)
+		}
+		return usage
+	}
+	// The last instructions of what has ended may still be on their way.
+	kerneltest.Poll(t, "status and metrics say what the kernel says", func() error {
+		feature := kernel(n.slice("chat"))
+		tenant := kernel(filepath.Join(n.slice("chat"), "bulkhead-chat-free.slice"))
+		if tenant == 0 || feature <= tenant {
+			return fmt.Errorf("the kernel counted %d for the feature and %d for its tenant", feature, tenant)
+		}
+		want := map[string]uint64{"": feature - tenant, "free": tenant}
+		told, scraped := map[string]uint64{}, map[string]uint64{}
+		for _, c := range n.status().Compartments {
+			for _, m := range c.Cgroups {
+				if c.Feature == "chat" {
+					told[c.Tenant] += m.CPU.UsageUsec
+				}
+			}
+		}
+		metrics := n.scrape()
+		for tenant := range want {
+			s := series("cpu_usage_seconds_total", "feature_group", "chat", "tenant", tenant)
+			scraped[tenant] = uint64(math.Round(metrics[s] * 1e6))
+		}
+		if !maps.Equal(told, want) || !maps.Equal(scraped, want) {
+			return fmt.Errorf("status says %v, metrics say %v, want %v", told, scraped, want)
+		}
+		return nil
+	})
 }

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"os"
+	"path/filepath"
 	"strings"
 	"syscall"
 	"testing"
@@ -151,6 +152,13 @@ func TestSecondAgent(t *testing.T) {
 	pid := fmt.Sprint(a.Process.Pid)
 	words := []string{"another agent", "pid " + pid}
 	n.wantRun(1, words, n.agentCommand()...)
+	// Also if its policy is no good, the first is ready and stays so.
+	bad := filepath.Join(n.dir, "bad.yaml")
+	n.save(bad, wrong)
+	n.wantRun(1, words, append(n.agentCommand(), "--policy", bad)...)
+	if text, err := os.ReadFile(n.ready); err != nil || strings.TrimSpace(string(text)) != pid {
+		t.Errorf("the ready file has %q (%v), want %s", text, err, pid)
+	}
 	other := *n
 	other.socket += ".other"
 	other.wantRun(1, words, "agent", "--policy", n.policy, "--web.listen-address", n.net+"98:9779")

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"syscall"
 	"testing"
@@ -94,7 +95,17 @@ func TestDetachInhabited(t *testing.T) {
 	n.start()
 	client := n.client("batch")
 	dials(t, client, n.addr(1), 13, syscall.ECONNREFUSED)
-	wantWords(t, n.must("detach"), "left cgroup /bulkhead.slice/bulkhead-batch.slice", "1 process")
+	comm, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", client.PID))
+	if err != nil {
+		t.Fatal(err)
+	}
+	out := n.must("detach")
+	wantWords(t, out, fmt.Sprintf("left cgroup /bulkhead.slice/bulkhead-batch.slice: 1 process in it: %d (%s)\n", client.PID, strings.TrimSpace(string(comm))),
+		"end it, then run bulkhead detach again")
+	// The one around it stays because of it.
+	if strings.Contains(out, "cgroup /bulkhead.slice:") {
+		t.Errorf("detach said\n%s", out)
+	}
 	n.wantDetached()
 	if _, err := os.Stat(n.slice("chat")); err == nil {
 		t.Error("the empty slice is still there")
@@ -111,6 +122,35 @@ func TestDetachInhabited(t *testing.T) {
 	client.Kill()
 	n.must("detach")
 	n.wantState(before)
+}
+
+// Of many that are left some are named, each where it is, once.
+func TestDetachMany(t *testing.T) {
+	n := newNode(t)
+	n.write(tenanted)
+	n.start()
+	here := n.client("chat")
+	pids := map[string]bool{}
+	for range 7 {
+		pids[fmt.Sprint(n.client("chat", "--tenant", "free").PID)] = true
+	}
+	out := n.must("detach")
+	wantWords(t, out, fmt.Sprintf("left cgroup /bulkhead.slice/bulkhead-chat.slice: 1 process in it: %d (", here.PID))
+	line := regexp.MustCompile(`left cgroup \S+/bulkhead-chat-free.slice: 7 processes in it: (.*) and 2 more\n`).FindStringSubmatch(out)
+	if line == nil {
+		t.Fatalf("detach said\n%s", out)
+	}
+	named := strings.Split(line[1], ", ")
+	for _, p := range named {
+		pid, _, _ := strings.Cut(p, " (")
+		if !pids[pid] {
+			t.Errorf("%s is not in it", p)
+		}
+		delete(pids, pid)
+	}
+	if len(named) != 5 || len(pids) != 2 {
+		t.Errorf("named %q", named)
+	}
 }
 
 // An agent is stopped by detach only if it is the one of these pins.

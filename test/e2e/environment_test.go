@@ -66,7 +66,9 @@ func TestBadEnvironment(t *testing.T) {
 		{"no directory there", bulkhead(with("--cgroup-root", n.dir+"/none")), []string{n.dir + "/none"}},
 		{"no cgroup2 at all", noCgroup2, []string{"no cgroup v2", "mount -t cgroup2"}},
 		{"no policy", bulkhead(with("--policy", n.dir+"/none")), []string{n.dir + "/none"}},
-		{"metrics address taken", bulkhead(with("--web.listen-address", n.net+"97:9779")), []string{n.net + "97:9779"}},
+		{"metrics address taken", bulkhead(with("--web.listen-address", n.net+"97:9779")), []string{"--web.listen-address " + n.net + "97:9779", "address already in use", "give another address"}},
+		{"status with a wrong --bpffs", bulkhead(n.args("status", "--bpffs", n.dir)), []string{n.dir, "not a bpf file system", "--bpffs"}},
+		{"status with no --bpffs", bulkhead(n.args("status", "--bpffs", n.dir+"/none")), []string{n.dir + "/none", "--bpffs", "mount -t bpf"}},
 		{"something else is the socket", bulkhead(with("--admin-socket", file)), []string{file}},
 		{"no CAP_BPF", n.withCapabilities(agent, unix.CAP_NET_ADMIN), []string{"CAP_BPF"}},
 		{"no CAP_NET_ADMIN", n.withCapabilities(agent, unix.CAP_BPF), []string{"CAP_NET_ADMIN"}},
@@ -105,10 +107,14 @@ func TestNoRoot(t *testing.T) {
 			n.start()
 		}
 		before := n.state()
-		for _, args := range [][]string{
+		commands := [][]string{
 			n.agentCommand(), {"plan", n.policy}, {"status"}, {"conns"}, {"explain"}, {"top", "--count", "1"}, {"detach"},
 			{"exec", "--feature", "chat", "--", "true"},
-		} {
+		}
+		if loaded {
+			commands = append(commands, []string{"reload"})
+		}
+		for _, args := range commands {
 			code := 1
 			if args[0] == "exec" {
 				code = 125
@@ -121,8 +127,9 @@ func TestNoRoot(t *testing.T) {
 				t.Errorf("%s: %s", args[0], r)
 			}
 		}
-		// doctor says what falls short.
-		if r := n.asNobody("doctor"); r.code != 1 || !strings.Contains(r.stdout, "root") {
+		// doctor says what falls short, and does not call for an agent that runs.
+		r := n.asNobody("doctor")
+		if r.code != 1 || !strings.Contains(r.stdout, "root") || strings.Contains(r.stdout, "bulkhead agent --policy") == loaded {
 			t.Errorf("doctor: %s", r)
 		}
 	}
@@ -159,6 +166,39 @@ func TestCapabilities(t *testing.T) {
 	a = begin() // takes over
 	n.wantAgreement()
 	a.kill()
+}
+
+// A start that fails where it could not read what it took over removes nothing: what
+// is in force needs its slices.
+func TestFailedTakeOver(t *testing.T) {
+	n := newNode(t)
+	n.serve(1)
+	n.write(shares)
+	n.start().kill()
+	n.must("exec", "--feature", "chat", "--", "true") // its leaf is nobody's now
+	client := n.client("batch")
+	dials(t, client, n.addr(1), 13, syscall.ECONNREFUSED)
+	pins := n.state()
+
+	// No room for the slice of one more feature (cgroup.max.descendants of the root).
+	n.write(shares + "  more: {class: batch}\n")
+	limit := filepath.Join(n.Cgroup.Path, "cgroup.max.descendants")
+	if err := os.WriteFile(limit, []byte("1"), 0); err != nil {
+		t.Fatal(err)
+	}
+	caps := []int{unix.CAP_BPF, unix.CAP_NET_ADMIN}
+	if olderThan(t, 6, 12) {
+		caps = append(caps, unix.CAP_PERFMON)
+	}
+	r := run(t, n.withCapabilities(n.args(n.agentCommand()...), caps...))
+	wantResult(t, r, 1, "cannot read the plan in force", "slice of feature more")
+	n.wantState(pins)
+	if err := os.WriteFile(limit, []byte("max"), 0); err != nil {
+		t.Fatal(err)
+	}
+	wantDial(t, client, syscall.ECONNREFUSED, n.addr(1))
+	n.must("exec", "--feature", "chat", "--", "true")
+	n.wantCounts(map[string]counts{"feature_provider batch/deepseek": {12, 12, 12, 12, 2}})
 }
 
 func olderThan(t *testing.T, major, minor int) bool {

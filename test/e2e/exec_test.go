@@ -150,6 +150,9 @@ func TestExecCodes(t *testing.T) {
 			{125, []string{`"gratis"`, "free"}, []string{"--feature", "chat", "--tenant", "gratis", "--", "touch", mark}},
 			{125, []string{"default"}, []string{"--feature", "default", "--", "touch", mark}},
 			{125, []string{"--feature"}, []string{"--", "touch", mark}},
+			// A script's variable that is not set.
+			{125, []string{"--tenant is empty"}, []string{"--feature", "chat", "--tenant", "", "--", "touch", mark}},
+			{125, []string{"--tenant is empty"}, []string{"--feature", "chat", "--tenant=", "--", "touch", mark}},
 			{126, []string{text}, []string{"--feature", "chat", "--", text}},
 			{126, []string{n.dir}, []string{"--feature", "chat", "--", n.dir}},
 			{127, []string{"no-such-command"}, []string{"--feature", "chat", "--", "no-such-command"}},

@@ -1,0 +1,180 @@
+package conn
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/link"
+)
+
+// Program is a program that is attached to one of our hooks at the root.
+type Program struct {
+	Hook string // "connect4"
+	ID   uint32
+	Name string // "" if it may not be asked for (needs CAP_SYS_ADMIN)
+	Ours bool
+}
+
+// Attachment is what is attached at the root, measured by what the generation in
+// force needs.
+type Attachment struct {
+	// Programs are those at our hooks, ours and others', in the order of attaching.
+	Programs []Program
+	// Missing are the hooks ("sendmsg4") that the generation in force needs and that
+	// have no program of ours: connections are not limited, not released or, for
+	// egress and ingress, not counted in bytes there. Those of UDP are needed only
+	// while the policy names UDP.
+	Missing []string
+	// Unread says of which hooks it is not known what is attached, and why.
+	Unread []error
+}
+
+// ReadAttachment looks at every hook. ErrNotLoaded if nothing is in force that could
+// need one.
+func ReadAttachment(o Options) (Attachment, error) {
+	r, err := OpenReader(o)
+	if err != nil {
+		return Attachment{}, err
+	}
+	defer r.Close()
+	before, err := r.namesUDP()
+	if err != nil {
+		return Attachment{}, err
+	}
+	a, err := o.attachment()
+	if err != nil {
+		return Attachment{}, err
+	}
+	after, err := r.namesUDP()
+	if err != nil {
+		return Attachment{}, err
+	}
+	// UDP's hooks come before the generation that needs them and go after it: one that
+	// was needed before and after we looked was needed meanwhile.
+	a.needs(before && after)
+	return a, nil
+}
+
+// Programs lists what is attached to our hooks at the root, ours and others', whether
+// anything is in force or not.
+func Programs(o Options) ([]Program, error) {
+	a, err := o.attachment()
+	if err == nil {
+		err = errors.Join(a.Unread...)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return a.Programs, nil
+}
+
+// namesUDP says whether the generation in force names UDP.
+func (r *Reader) namesUDP() (bool, error) {
+	var c kernelControlWord
+	if err := r.maps[kernelMapControl].Lookup(uint32(0), &c); err != nil {
+		return false, fmt.Errorf("read the control word: %w", err)
+	}
+	var g kernelGen
+	if err := r.maps[kernelMapGens].Lookup(uint32(c.Word&1), &g); err != nil {
+		return false, fmt.Errorf("read the generation in force: %w", err)
+	}
+	return g.Udp != 0, nil
+}
+
+// needs fills in Missing: what nothing is known of is not called missing.
+func (a *Attachment) needs(udp bool) {
+	known := map[string]bool{}
+	for _, p := range a.Programs {
+		known[p.Hook] = known[p.Hook] || p.Ours
+	}
+	for _, err := range a.Unread {
+		var at *hookError
+		if errors.As(err, &at) {
+			known[at.hook] = true
+		}
+	}
+	for _, h := range hooks() {
+		if h.needed(udp) && !known[h.label()] {
+			a.Missing = append(a.Missing, h.label())
+		}
+	}
+}
+
+// hookError is what kept us from seeing what is attached to a hook.
+type hookError struct {
+	hook string
+	err  error
+}
+
+func (e *hookError) Error() string { return e.hook + ": " + e.err.Error() }
+func (e *hookError) Unwrap() error { return e.err }
+
+// attachment is all but Missing.
+func (o Options) attachment() (Attachment, error) {
+	var a Attachment
+	root, err := os.Open(o.CgroupRoot)
+	if err != nil {
+		return a, fmt.Errorf("cgroup root: %w", err)
+	}
+	defer root.Close()
+	for _, h := range hooks() {
+		programs, err := o.programsAt(h, root)
+		if err != nil {
+			a.Unread = append(a.Unread, &hookError{h.label(), err})
+			continue
+		}
+		a.Programs = append(a.Programs, programs...)
+	}
+	return a, nil
+}
+
+// programsAt lists the programs at one hook.
+func (o Options) programsAt(h hook, root *os.File) ([]Program, error) {
+	ids, err := link.QueryPrograms(link.QueryOptions{Target: int(root.Fd()), Attach: h.attach})
+	if err != nil {
+		return nil, fmt.Errorf("query programs at %s: %w", o.CgroupRoot, err)
+	}
+	ours, err := o.linkedProgram(h)
+	if err != nil {
+		return nil, err
+	}
+	var all []Program
+	for _, p := range ids.Programs {
+		one := Program{Hook: h.label(), ID: uint32(p.ID), Ours: uint32(p.ID) == ours}
+		if prog, err := ebpf.NewProgramFromID(p.ID); err == nil {
+			if info, err := prog.Info(); err == nil {
+				one.Name = info.Name
+			}
+			prog.Close()
+		}
+		all = append(all, one)
+	}
+	return all, nil
+}
+
+// label is how people know a hook: "connect4".
+func (h hook) label() string { return strings.TrimPrefix(h.name, "link_") }
+
+// needed says whether a generation that names UDP, or does not, needs the hook.
+func (h hook) needed(udp bool) bool { return udp || !h.udp }
+
+// linkedProgram is the id of the program under a pinned link, 0 if there is none.
+func (o Options) linkedProgram(h hook) (uint32, error) {
+	l, err := link.LoadPinnedLink(filepath.Join(o.pins(), h.name), nil)
+	if errors.Is(err, os.ErrNotExist) {
+		return 0, nil
+	}
+	if err != nil {
+		return 0, fmt.Errorf("open pinned link %s: %w", h.name, err)
+	}
+	defer l.Close()
+	info, err := l.Info()
+	if err != nil {
+		return 0, fmt.Errorf("pinned link %s: %w", h.name, err)
+	}
+	return uint32(info.Program), nil
+}
