@@ -28,9 +28,9 @@ func (a *app) demoCommand() *cobra.Command {
   database  a report takes the connections of PostgreSQL
 
 The workloads are ordinary programs (python3 with its standard library, node
-where it is installed, curl, psql) in processes of their own that know nothing of bulkhead; what they need and
-is not installed is named and the experiment skipped. Takes under two minutes,
-and root.
+where it is installed, curl, psql) in processes of their own that know nothing of
+bulkhead. What an experiment needs and is not installed is named, and the
+experiment skipped. Takes under two minutes, and root.
 
 Everything runs in namespaces and cgroups of its own, and is removed at the
 end, after Ctrl-C too. With --keep the flood with bulkheads is left running until
