@@ -6,7 +6,7 @@
 CLANG_VERSION   := 19
 DEPS_GENERATE   := clang-$(CLANG_VERSION) llvm-$(CLANG_VERSION) libbpf-dev linux-libc-dev
 DEPS_VM         := qemu-system-x86 busybox-static xz-utils zstd
-DEPS_TEST       := bpftool curl iproute2 python3
+DEPS_TEST       := bpftool curl iproute2 postgresql python3
 DEPS            := $(DEPS_GENERATE) $(DEPS_VM) $(DEPS_TEST)
 
 # Go packages by ring. What is listed under VM runs on the other kernels too;
@@ -35,7 +35,13 @@ EXEC_AS_ROOT    := $(if $(AS_ROOT),-exec 'sudo -E')
 # The rings share this machine, and test is in order of cost.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help deps go-version root build generate generate-check vet lint unit kernel vm vm-kernels-refresh test demo bench clean
+.PHONY: help deps go-version root build generate generate-check vet lint unit kernel vm vm-kernels-refresh test demo demo-vm bench clean
+
+# The tests start PostgreSQL themselves: where its package is not installed yet, it
+# is told to make and start no cluster. Somebody's own setting stays.
+NO_CLUSTER      := [ -e /etc/postgresql-common/createcluster.conf ] || { \
+		$(AS_ROOT) mkdir -p /etc/postgresql-common && \
+		echo 'create_main_cluster = false' | $(AS_ROOT) tee /etc/postgresql-common/createcluster.conf >/dev/null; }
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +53,7 @@ deps: ## install the Debian packages that are missing
 	[ -n "$$missing" ] || exit 0; \
 	[ $$(id -u) = 0 ] || command -v sudo >/dev/null || { echo "not root and no sudo: as root, apt-get install $$missing" >&2; exit 1; }; \
 	echo "installing $$missing"; \
+	case " $$missing " in *" postgresql "*) $(NO_CLUSTER) ;; esac && \
 	$(AS_ROOT) apt-get -qq update && \
 	$(AS_ROOT) env DEBIAN_FRONTEND=noninteractive apt-get -qq -y install --no-install-recommends $$missing >/dev/null
 
@@ -89,8 +96,23 @@ vm-kernels-refresh: go-version ## fetch the virtual machines' kernels again
 
 test: deps vet lint generate-check unit kernel vm ## everything, as CI does
 
-demo: root build ## see it work on this machine, before and after
-	$(AS_ROOT) bin/bulkhead demo
+demo: root build ## see it work on this machine, before and after; DEMO_FLAGS="--only flood --keep"
+	$(AS_ROOT) bin/bulkhead demo $(DEMO_FLAGS)
+
+# Python as the demo's workloads load it, with its libraries: the guest has
+# none of them. It does without what would bring OpenSSL.
+bin/python.tar: Makefile
+	@mkdir -p bin
+	{ /usr/bin/python3 -IBS -c 'import sys, os; sys.modules.update(_ssl=None, _hashlib=None, _bz2=None, _lzma=None); \
+		import json, random, subprocess, concurrent.futures.thread, http.server, urllib.request, encodings.idna; \
+		print(sys.executable, *{f for m in sys.modules.values() for a in ("__file__", "__cached__") if (f := getattr(m, a, None)) and os.path.exists(f)}, sep="\n")'; \
+		ldd /usr/bin/python3 | grep -o '/[^ ]*'; } | \
+		tar --create --file $@ --dereference --hard-dereference --absolute-names --files-from -
+
+demo-vm: build bin/python.tar ## see the CPU experiment on Debian's newest kernel in a virtual machine, in virtual time
+	go run ./test/vm -kernel newest -virtual -timeout 15m $(DEMO_VM_FLAGS) -file bin/bulkhead:/bin/bulkhead -file bin/python.tar:/python.tar -- sh -c \
+		'set -o pipefail && tar -x -f /python.tar -C / && echo "+cpu +memory" >/sys/fs/cgroup/cgroup.subtree_control && \
+		PATH=/bin:/usr/bin bulkhead demo --only cpu 2>&1 | cat'
 
 bench: go-version root ## measure what a connect costs, as root
 	go build -o bin/bench ./test/bench

@@ -2,6 +2,7 @@ package main
 
 import (
 	"errors"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -12,27 +13,45 @@ import (
 const exitInterrupted = 130
 
 func (a *app) demoCommand() *cobra.Command {
+	var only []string
+	var keep bool
 	cmd := &cobra.Command{
-		Use:   "demo",
+		Use:   "demo [--only NAME,...] [--keep]",
 		Short: "see it work on this node, before and after, with nothing to configure",
-		Long: `Starts a provider (an HTTP server that serves 20 calls at once and queues the
-rest), a chat and a batch workload as processes of their own, and shows chat's
-latency alone, beside a flood of batch calls, and beside the same flood under
-bulkheads. Takes under a minute and root.
+		Long: `Shows six experiments, each without and with bulkheads, in one table:
 
-Everything runs in a network namespace and cgroups of its own, and is removed at
-the end, after Ctrl-C too. The provider and the workloads know nothing of
-bulkhead.`,
-		Example: `  sudo bulkhead demo`,
-		Args:    noArgs,
+  flood     batch floods the provider that chat calls
+  slow      a slow service holds the pool that a healthy one needs
+  tenants   tenant A floods the route that tenant B uses
+  bounded   refusing at once instead of queueing without end
+  cpu       a handler beside parsers, where cgroup v2 has the cpu controller
+  database  a report takes the connections of PostgreSQL
+
+The workloads are ordinary programs (python3 with its standard library, node
+where it is installed, curl, psql) in processes of their own that know nothing of
+bulkhead. What an experiment needs and is not installed is named, and the
+experiment skipped. Takes under two minutes, and root.
+
+Everything runs in namespaces and cgroups of its own, and is removed at the
+end, after Ctrl-C too. With --keep the flood with bulkheads is left running until
+ENTER or Ctrl-C, and what to look at it with is written to stderr.`,
+		Example: `  sudo bulkhead demo
+  sudo bulkhead demo --only flood,tenants -o json
+  sudo bulkhead demo --only flood --keep`,
+		Args: noArgs,
 	}
 	out := outputFlag(cmd)
+	cmd.Flags().StringSliceVar(&only, "only", nil, "`NAMES` of the experiments to do, comma-separated: "+strings.Join(demo.Experiments(), ", "))
+	cmd.Flags().BoolVar(&keep, "keep", false, "leave the flood with bulkheads running at the end")
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		err := demo.Run(cmd.Context(), demo.Options{
-			CgroupRoot: a.cgroupRoot, JSON: out.json(), Stdout: a.stdout, Stderr: a.stderr,
+			CgroupRoot: a.cgroupRoot, JSON: out.json(), Only: only, Keep: keep, Stdout: a.stdout, Stderr: a.stderr,
 		})
-		if errors.Is(err, demo.ErrInterrupted) {
+		switch {
+		case errors.Is(err, demo.ErrInterrupted):
 			return &exitError{exitInterrupted, err}
+		case errors.Is(err, demo.ErrNoSuchExperiment):
+			return wrongUse("--only: %w", err)
 		}
 		return err
 	}

@@ -1,6 +1,7 @@
 package demo
 
 import (
+	"bufio"
 	"context"
 	"encoding/json"
 	"errors"
@@ -10,6 +11,8 @@ import (
 	"os/exec"
 	"os/signal"
 	"runtime"
+	"slices"
+	"strings"
 	"syscall"
 	"time"
 
@@ -25,6 +28,10 @@ var (
 	ErrInterrupted = errors.New("the demo was interrupted")
 	// ErrNotRoot: the demo makes namespaces and cgroups, which takes root.
 	ErrNotRoot = errors.New("the demo makes namespaces and cgroups of its own, which takes root: run it with sudo")
+	// ErrNoSuchExperiment: Options.Only has a name that is not in Experiments.
+	ErrNoSuchExperiment = errors.New("no such experiment")
+	// ErrNothingShown: no experiment can be done on this node.
+	ErrNothingShown = errors.New("nothing was shown")
 )
 
 // Options are the ways to run the demo. The zero value is `bulkhead demo`.
@@ -41,49 +48,16 @@ type Options struct {
 	// rewritten in place if it is a terminal. nil is the process's own.
 	Stdout, Stderr io.Writer
 
-	// scenario replaces the demo's phases and sizes in tests.
+	// Only are the names of the experiments to do; none is all.
+	Only []string
+	// Keep leaves the flood with bulkheads running at the end, until ENTER or a
+	// signal.
+	Keep bool
+	// Stdin is where ENTER comes from; nil is the process's own.
+	Stdin io.Reader
+
+	// scenario replaces the demo's sizes and runs in tests.
 	scenario *scenario
-}
-
-// scenario is how much of everything: what the supervisor is told.
-type scenario struct {
-	Phases      []phase       `json:"phases"`
-	Seconds     float64       `json:"seconds"`       // chat's calls of one phase are due over this time
-	ServeAtOnce int           `json:"serve_at_once"` // calls the provider works on at one time
-	ChatRate    float64       `json:"chat_rate"`     // calls per second
-	ChatWork    time.Duration `json:"chat_work"`     // the provider's time for a call: this, give or take a fifth
-	ChatLimit   int           `json:"chat_limit"`    // connections
-	Workers     int           `json:"workers"`       // batch calls tried at one time
-	BatchWork   time.Duration `json:"batch_work"`    // as ChatWork
-	BatchLimit  int           `json:"batch_limit"`   // connections
-}
-
-// phase is one of the three.
-type phase string
-
-const (
-	chatAlone    phase = "chat alone"
-	flood        phase = "flood, no bulkheads"
-	floodLimited phase = "flood, bulkheads"
-)
-
-// theScenario is the demo's own. Chat needs 30 x 0.1 = 3 of the provider's 20
-// places; batch's 60 workers would take three times what there is. 360 calls
-// give a p99 with three above it. The limits add up to the provider's 20, and
-// chat's 10 hold its 3 to 4 calls, the idle connections that net/http keeps and
-// what comes due while a busy node holds chat up for a moment.
-func theScenario() scenario {
-	return scenario{
-		Phases:      []phase{chatAlone, flood, floodLimited},
-		Seconds:     12,
-		ServeAtOnce: 20,
-		ChatRate:    30,
-		ChatWork:    100 * time.Millisecond,
-		ChatLimit:   10,
-		Workers:     60,
-		BatchWork:   400 * time.Millisecond,
-		BatchLimit:  10,
-	}
 }
 
 // stopGrace is how long the supervisor may take to end its processes after it
@@ -100,12 +74,16 @@ func Run(ctx context.Context, o Options) error {
 	if o.Stderr == nil {
 		o.Stderr = os.Stderr
 	}
+	if o.Stdin == nil {
+		o.Stdin = os.Stdin
+	}
+	for _, name := range o.Only {
+		if !slices.Contains(Experiments(), name) {
+			return fmt.Errorf("%w: %q; there are: %s", ErrNoSuchExperiment, name, strings.Join(Experiments(), ", "))
+		}
+	}
 	if os.Geteuid() != 0 {
 		return ErrNotRoot
-	}
-	sc := theScenario()
-	if o.scenario != nil {
-		sc = *o.scenario
 	}
 	if o.Binary == "" {
 		self, err := os.Executable()
@@ -123,26 +101,100 @@ func Run(ctx context.Context, o Options) error {
 	signal.Notify(broken, syscall.SIGPIPE)
 	defer signal.Stop(broken)
 
-	begin := time.Now()
-	rows, err := runIn(ctx, o, sc)
+	root, err := cgroup.Find(o.CgroupRoot)
+	if err != nil {
+		return err
+	}
+	d := &demo{Options: o, root: root, begin: time.Now(), skipped: map[string]string{}}
+	if err := d.choose(ctx); err != nil {
+		return err
+	}
+	err = d.runIn(ctx)
 	if ctx.Err() != nil {
 		// What failed, failed because it was ended; only a clean-up that
 		// failed is news.
-		if left := (*leftoverError)(nil); errors.As(err, &left) {
+		left := (*leftoverError)(nil)
+		switch {
+		case d.kept && errors.As(err, &left):
+			return left
+		case d.kept:
+			return nil // a signal is one of the ways to end it
+		case errors.As(err, &left):
 			return errors.Join(ErrInterrupted, left)
 		}
 		return ErrInterrupted
 	}
-	if err != nil {
+	if err != nil || d.kept {
 		return err
 	}
-	r := newResult(sc, rows, time.Since(begin))
-	if o.JSON {
-		enc := json.NewEncoder(o.Stdout)
+	return d.show()
+}
+
+// demo is one run of the command.
+type demo struct {
+	Options
+	root    *cgroup.Tree
+	begin   time.Time
+	sc      scenario
+	skipped map[string]string // experiments, and why
+	rows    []measurement
+	kept    bool // the result has been shown, and the flood left running
+}
+
+// choose decides what is done on this node.
+func (d *demo) choose(ctx context.Context) error {
+	if d.scenario != nil {
+		d.sc = *d.scenario
+	} else {
+		d.sc = theScenario()
+		d.sc.Keep = d.Keep
+	}
+	d.sc.Tools = findTools(ctx, debianPostgres)
+	if ctx.Err() != nil {
+		return ErrInterrupted
+	}
+	if d.sc.Keep && d.sc.Tools.why(d.sc.Flood.about()) != "" {
+		return fmt.Errorf("--keep leaves the flood running: %s", d.sc.Tools.why(d.sc.Flood.about()))
+	}
+	names := d.Only
+	if len(names) == 0 {
+		names = Experiments()
+	}
+	if d.scenario != nil {
+		return nil
+	}
+	var able, reasons []string
+	for _, name := range names {
+		a := d.sc.find(name).about()
+		reason := d.sc.Tools.why(a)
+		if reason == "" && a.cpu {
+			if c, short := d.root.Shortfall("cpu"); short {
+				reason = c.Message + "; `make demo-vm` in bulkhead's sources shows it in a virtual machine"
+			}
+		}
+		if reason != "" {
+			d.skipped[name] = reason
+			reasons = append(reasons, name+": "+reason)
+			continue
+		}
+		able = append(able, name)
+	}
+	if len(able) == 0 {
+		return fmt.Errorf("%w:\n%s", ErrNothingShown, strings.Join(reasons, "\n"))
+	}
+	d.sc.Runs = d.sc.steps(able)
+	return nil
+}
+
+// show writes the result.
+func (d *demo) show() error {
+	r := newResult(d.sc, d.rows, d.skipped, time.Since(d.begin))
+	if d.JSON {
+		enc := json.NewEncoder(d.Stdout)
 		enc.SetIndent("", "  ")
 		return enc.Encode(r)
 	}
-	_, err = io.WriteString(o.Stdout, r.Text())
+	_, err := io.WriteString(d.Stdout, r.Text(d.kept))
 	return err
 }
 
@@ -153,52 +205,51 @@ func (e *leftoverError) Error() string { return "clean up after the demo: " + e.
 func (e *leftoverError) Unwrap() error { return e.err }
 
 // runIn makes the cgroup, runs the supervisor in it and removes it.
-func runIn(ctx context.Context, o Options, sc scenario) (rows []measurement, err error) {
-	root, err := cgroup.Find(o.CgroupRoot)
-	if err != nil {
-		return nil, err
+func (d *demo) runIn(ctx context.Context) (err error) {
+	if err := sweep(d.root.Dir); err != nil {
+		return err
 	}
-	if err := sweep(root.Dir); err != nil {
-		return nil, err
-	}
-	t, err := makeTree(root.Dir, os.Getpid())
+	t, err := makeTree(d.root.Dir, os.Getpid())
 	if err != nil {
-		return nil, err
+		return err
 	}
 	defer func() {
 		if rerr := t.remove(); rerr != nil {
 			err = errors.Join(err, &leftoverError{rerr})
 		}
 	}()
-	return runSupervisor(ctx, o, sc, t)
+	return d.runSupervisor(ctx, t)
 }
 
 // runSupervisor starts the supervisor in namespaces of its own, shows its
-// progress and returns its measurements once it has ended.
-func runSupervisor(ctx context.Context, o Options, sc scenario, t *tree) ([]measurement, error) {
+// progress and keeps its measurements, and returns once it has ended.
+func (d *demo) runSupervisor(ctx context.Context, t *tree) error {
 	// A parent-death signal follows the thread that forked, not the process.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 
-	arg, err := json.Marshal(sc)
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+
+	arg, err := json.Marshal(d.sc)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	group, err := os.Open(t.supervisor())
 	if err != nil {
-		return nil, err
+		return err
 	}
 	defer group.Close()
 
-	cmd := exec.CommandContext(ctx, o.Binary, supervisorCommand,
-		"--binary", o.Binary, "--tree", t.dir, "--scenario", string(arg))
+	cmd := exec.CommandContext(ctx, d.Binary, supervisorCommand,
+		"--binary", d.Binary, "--tree", t.dir, "--scenario", string(arg))
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
 	cmd.WaitDelay = stopGrace
-	cmd.Stderr = o.Stderr
+	cmd.Stderr = d.Stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{
 		// Unshare, not clone: with CLONE_NEWNS here, package syscall makes
 		// mount propagation private before the exec.
-		Unshareflags: syscall.CLONE_NEWNS | syscall.CLONE_NEWNET,
+		Unshareflags: syscall.CLONE_NEWNS | syscall.CLONE_NEWNET | syscall.CLONE_NEWIPC,
 		Pdeathsig:    syscall.SIGKILL,
 		// A session of its own, so that Ctrl-C reaches only the command, which
 		// ends the rest in order.
@@ -208,49 +259,66 @@ func runSupervisor(ctx context.Context, o Options, sc scenario, t *tree) ([]meas
 	}
 	out, err := cmd.StdoutPipe()
 	if err != nil {
-		return nil, err
+		return err
+	}
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		return err
 	}
 	if err := cmd.Start(); err != nil {
 		if errors.Is(err, unix.EPERM) {
-			return nil, fmt.Errorf("start %s in namespaces of its own: %w: it needs CAP_SYS_ADMIN and CAP_NET_ADMIN; in a container, run it privileged", o.Binary, err)
+			return fmt.Errorf("start %s in namespaces of its own: %w: it needs CAP_SYS_ADMIN and CAP_NET_ADMIN; in a container, run it privileged", d.Binary, err)
 		}
-		return nil, fmt.Errorf("start %s in namespaces and a cgroup of its own: %w", o.Binary, err)
+		return fmt.Errorf("start %s in namespaces and a cgroup of its own: %w", d.Binary, err)
 	}
 
-	p := newProgress(o.Stderr, sc)
-	rows, done, failure := follow(json.NewDecoder(out), p)
-	p.end()
+	done, failure := d.follow(json.NewDecoder(out), in)
+	if !done {
+		cancel() // an error here, and the supervisor may still run
+	}
 	err = cmd.Wait()
 	switch {
 	case failure != "":
-		return nil, errors.New(failure)
+		return errors.New(failure)
 	case !done && err != nil:
-		return nil, fmt.Errorf("the demo's supervisor ended early: %w", err)
+		return fmt.Errorf("the demo's supervisor ended early: %w", err)
 	case !done:
-		return nil, errors.New("the demo's supervisor ended early")
+		return errors.New("the demo's supervisor ended early")
 	}
-	return rows, nil
+	return nil
 }
 
 // event is one line from the supervisor.
 type event struct {
-	// Phase begins: with Measuring, its measured part.
-	Phase     phase `json:"phase,omitempty"`
+	// Step begins: with Measuring, its measured part.
+	Step      *step `json:"step,omitempty"`
 	Measuring bool  `json:"measuring,omitempty"`
-	// Measured ends a phase.
+	// Measured ends a step.
 	Measured *measurement `json:"measured,omitempty"`
+	// Kept: the flood runs until a line comes in.
+	Kept *kept `json:"kept,omitempty"`
 	// Done: everything is measured and taken down again.
 	Done bool `json:"done,omitempty"`
 	// Error ends the demo.
 	Error string `json:"error,omitempty"`
 }
 
+// kept is where the flood that was left running can be looked at.
+type kept struct {
+	PID   int      `json:"pid"`   // a process in its namespaces
+	Node  string   `json:"node"`  // the cgroup that is the node
+	Flags []string `json:"flags"` // of bulkhead's commands
+	Pins  string   `json:"pins"`  // in the mount namespace
+}
+
 // follow reads the supervisor's events to the end of its output.
-func follow(events *json.Decoder, p *progress) (rows []measurement, done bool, failure string) {
+func (d *demo) follow(events *json.Decoder, in io.Writer) (done bool, failure string) {
+	p := newProgress(d.Stderr, d.sc)
+	defer func() { p.end() }()
 	for {
 		var e event
 		if err := events.Decode(&e); err != nil {
-			return rows, done, failure
+			return done, failure
 		}
 		switch {
 		case e.Error != "":
@@ -258,9 +326,32 @@ func follow(events *json.Decoder, p *progress) (rows []measurement, done bool, f
 		case e.Done:
 			done = true
 		case e.Measured != nil:
-			rows = append(rows, *e.Measured)
-		default:
-			p.phase(e.Phase, e.Measuring)
+			d.rows = append(d.rows, *e.Measured)
+		case e.Kept != nil:
+			p.end()
+			if err := d.stay(*e.Kept, in); err != nil {
+				failure = err.Error()
+				return done, failure
+			}
+		case e.Step != nil:
+			p.step(*e.Step, e.Measuring)
 		}
 	}
+}
+
+// stay shows the result and how to look at what was left running, and tells
+// the supervisor when ENTER was pressed.
+func (d *demo) stay(k kept, in io.Writer) error {
+	d.kept = true
+	if err := d.show(); err != nil {
+		return err
+	}
+	fmt.Fprint(d.Stderr, k.text(d.Binary))
+	go func() {
+		// Without a terminal or at the end of the input only a signal ends it.
+		if bufio.NewScanner(d.Stdin).Scan() {
+			io.WriteString(in, "\n")
+		}
+	}()
+	return nil
 }

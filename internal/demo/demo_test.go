@@ -54,20 +54,49 @@ func TestMain(m *testing.M) {
 	os.Exit(0)
 }
 
-// small is a scenario of a second or two.
-func small(phases ...phase) scenario {
+// small is a scenario whose runs take a second or two.
+func small(runs ...step) scenario {
 	return scenario{
-		Phases:      phases,
-		Seconds:     0.5,
-		ServeAtOnce: 4,
-		ChatRate:    40,
-		ChatWork:    20 * time.Millisecond,
-		ChatLimit:   2,
-		Workers:     16,
-		BatchWork:   60 * time.Millisecond,
-		BatchLimit:  2,
+		Runs: runs,
+		Flood: flood{
+			Seconds:     0.5,
+			ServeAtOnce: 4,
+			ChatRate:    40,
+			ChatWork:    20 * time.Millisecond,
+			ChatLimit:   2,
+			Workers:     16,
+			BatchWork:   60 * time.Millisecond,
+			BatchLimit:  2,
+		},
+		Slow: slow{
+			Threads:  2,
+			SlowWork: 300 * time.Millisecond,
+			Limit:    1,
+			Rounds:   1,
+			Calls:    3,
+			First:    30 * time.Millisecond,
+			Apart:    10 * time.Millisecond,
+		},
+		Tenants: tenants{
+			ServeAtOnce: 2,
+			Work:        20 * time.Millisecond,
+			Workers:     20,
+			LimitA:      1,
+			LimitB:      1,
+			Calls:       3,
+			Step:        5 * time.Millisecond,
+			Rounds:      1,
+			Apart:       500 * time.Millisecond,
+		},
+		Bounded:  bounded{ServeAtOnce: 4, Work: 20 * time.Millisecond, Calls: 20},
+		CPU:      cpu{Parsers: 2, Records: 50, Seconds: 0.5, Apart: 50 * time.Millisecond},
+		Database: database{Connections: 4, Sessions: 6, Limit: 2, Calls: 5, Apart: 100 * time.Millisecond},
 	}
 }
+
+// Runs that many tests do.
+func floodAlone() step   { return step{"flood", alone} }
+func floodWithout() step { return step{"flood", without} }
 
 // command is a demo that runs as a process of its own.
 type command struct {
@@ -78,7 +107,7 @@ type command struct {
 	stderr *bufio.Reader
 }
 
-const waitLimit = 30 * time.Second
+const waitLimit = 60 * time.Second
 
 // startDemo starts the demo in a cgroup of the test's own.
 func startDemo(t *testing.T, root string, sc scenario) *command {
@@ -219,7 +248,7 @@ func mounts(t *testing.T) []string {
 // accounted for, and nothing is left.
 func TestFloodIsFelt(t *testing.T) {
 	before := mounts(t)
-	c := startDemo(t, testRoot(t), small(chatAlone, flood))
+	c := startDemo(t, testRoot(t), small(floodAlone(), floodWithout()))
 	code, stderr := c.finish(t)
 	if code != 0 {
 		t.Fatalf("exit %d: %s", code, stderr)
@@ -227,17 +256,17 @@ func TestFloodIsFelt(t *testing.T) {
 	if left := c.left(t, before); left != nil {
 		t.Errorf("left behind: %q", left)
 	}
-	if want := "[1/2] chat alone, 0.5 s\n[2/2] flood, no bulkheads, 0.5 s\n"; stderr != want {
-		t.Errorf("progress %q, want %q", stderr, want)
+	if !strings.HasPrefix(stderr, "[1/2] flood, alone; about 5 s left\n[2/2] flood, without bulkheads; about ") || strings.Count(stderr, "\n") != 2 {
+		t.Errorf("progress %q", stderr)
 	}
 	var r Result
 	if err := json.Unmarshal(c.stdout.Bytes(), &r); err != nil {
 		t.Fatalf("%v in %s", err, &c.stdout)
 	}
-	alone, flooded := r.phase(chatAlone), r.phase(flood)
-	if len(r.Phases) != 2 || alone == nil || flooded == nil || alone.Chat == nil || flooded.Chat == nil || flooded.Batch == nil || flooded.Batch.Jobs == nil {
+	if len(r.Phases) != 2 || r.Phases[0].Chat == nil || r.Phases[1].Chat == nil || r.Phases[1].Batch == nil || r.Phases[1].Batch.Jobs == nil {
 		t.Fatalf("incomplete: %s", &c.stdout)
 	}
+	alone, flooded := r.Phases[0], r.Phases[1]
 	for _, p := range r.Phases {
 		if got := p.Chat.Calls + p.ChatFailed; got != 20 {
 			t.Errorf("%s: %d calls answered or failed, want 20", p.Phase, got)
@@ -256,8 +285,57 @@ func TestFloodIsFelt(t *testing.T) {
 	}
 }
 
-// Each signal ends the demo with exit code 130 and nothing left, whenever it
-// comes.
+// Every experiment can be done without bulkheads, accounts for all of its
+// calls, and leaves nothing.
+func TestWithoutBulkheads(t *testing.T) {
+	before := mounts(t)
+	sc := small(step{"slow", without}, step{"tenants", without}, step{"bounded", without}, step{"cpu", alone}, step{"cpu", without}, step{"database", without})
+	c := startDemo(t, testRoot(t), sc)
+	code, stderr := c.finish(t)
+	if code != 0 {
+		t.Fatalf("exit %d: %s", code, stderr)
+	}
+	if left := c.left(t, before); left != nil {
+		t.Errorf("left behind: %q", left)
+	}
+	var r Result
+	if err := json.Unmarshal(c.stdout.Bytes(), &r); err != nil {
+		t.Fatalf("%v in %s", err, &c.stdout)
+	}
+	runs := map[step]RunResult{}
+	for _, e := range r.Experiments {
+		for _, run := range e.Runs {
+			runs[step{e.Name, runName(run.Run)}] = run
+		}
+	}
+	for s, want := range map[step]int{
+		{"slow", without}: 3, {"tenants", without}: 3, {"bounded", without}: 20, {"cpu", alone}: 10, {"cpu", without}: 10,
+	} {
+		if run, ok := runs[s]; !ok || run.Calls != want || run.Failed+run.Refused != 0 {
+			t.Errorf("%v: want %d calls answered: %+v", s, want, run)
+		}
+	}
+	// The shared threads are all with the slow service until 300 ms, 50 ms
+	// after the last call.
+	if run := runs[step{"slow", without}]; run.P50 < 240 || run.Load == nil || run.Load.Done != 2 {
+		t.Errorf("slow: %+v", run)
+	}
+	// Twenty calls, two at a time, are before each of B's.
+	if run := runs[step{"tenants", without}]; run.P50 < 100 {
+		t.Errorf("tenants: %+v", run)
+	}
+	// Five rounds of four.
+	if run := runs[step{"bounded", without}]; run.P95 < 100 || run.P50 < 60 || run.WallMS < run.P99 {
+		t.Errorf("bounded: %+v", run)
+	}
+	// The report has all connections.
+	if run := runs[step{"database", without}]; run.Failed != 5 || !strings.Contains(run.Error, "too many clients") || run.Load == nil || run.Load.Done != 4 {
+		t.Errorf("database: %+v", run)
+	}
+}
+
+// Each signal ends the demo with exit code 130 and nothing left, in whatever
+// experiment and whenever it comes.
 func TestSignalAtAnyMoment(t *testing.T) {
 	before := mounts(t)
 	root := testRoot(t)
@@ -265,16 +343,21 @@ func TestSignalAtAnyMoment(t *testing.T) {
 	t.Logf("seed %d", seed)
 	random := rand.New(rand.NewPCG(seed, 0))
 	signals := []syscall.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP}
+	experiments := Experiments()
 	interrupted := 0
-	for i := range 12 {
-		sig := signals[i%len(signals)]
-		c := startDemo(t, root, small(chatAlone, flood))
-		if i < 3 {
-			c.readTo(t, "[2/2]")
-		} else {
-			c.find(t, supervisorCommand)
-			time.Sleep(time.Duration(random.Int64N(int64(1500 * time.Millisecond))))
+	for i := range 3 * len(experiments) {
+		sig := signals[i/len(experiments)]
+		name := experiments[i%len(experiments)]
+		sc := small(floodAlone(), step{name, without})
+		if i < len(experiments) {
+			sc.Runs = sc.Runs[1:]
 		}
+		c := startDemo(t, root, sc)
+		if i < len(experiments) {
+			c.readTo(t, "[1/1] "+name)
+		}
+		c.find(t, supervisorCommand)
+		time.Sleep(time.Duration(random.Int64N(int64(1500 * time.Millisecond))))
 		c.Process.Signal(sig)
 		if i%2 == 1 {
 			c.Process.Signal(sig) // the impatient press twice
@@ -283,14 +366,14 @@ func TestSignalAtAnyMoment(t *testing.T) {
 		switch {
 		case code == 130:
 			interrupted++
-		case i < 3 || code != 0: // a demo that was done before the signal is no failure
-			t.Errorf("%v: exit %d: %s", sig, code, stderr)
+		case code != 0: // a demo that was done before the signal is no failure
+			t.Errorf("%s, %v: exit %d: %s", name, sig, code, stderr)
 		}
 		if left := c.left(t, before); left != nil {
-			t.Errorf("after %v left behind: %q", sig, left)
+			t.Errorf("%s, after %v left behind: %q", name, sig, left)
 		}
 	}
-	t.Logf("%d of 12 were interrupted", interrupted)
+	t.Logf("%d of %d were interrupted", interrupted, 3*len(experiments))
 }
 
 // A part that is killed ends the demo with an error that names it, and nothing
@@ -301,13 +384,15 @@ func TestKilledPart(t *testing.T) {
 	for part, name := range map[string]string{
 		supervisorCommand: "supervisor",
 		providerCommand:   "the provider",
-		chatCommand:       "chat",
-		batchCommand:      "batch",
+		proberCommand:     "the prober",
+		"/app.":           "the application",
+		"batch.py":        "batch",
 	} {
-		sc := small(flood)
-		sc.Seconds = 5
+		sc := small(floodWithout())
+		sc.Flood.Seconds = 5
 		c := startDemo(t, root, sc)
-		syscall.Kill(c.find(t, " "+part+" "), syscall.SIGKILL)
+		c.find(t, proberCommand) // all parts run
+		syscall.Kill(c.find(t, part), syscall.SIGKILL)
 		code, stderr := c.finish(t)
 		if code != 1 || !strings.Contains(stderr, name+" ended early: signal: killed") {
 			t.Errorf("%s killed: exit %d: %s", part, code, stderr)
@@ -324,12 +409,12 @@ func TestGoesFirst(t *testing.T) {
 	if errors.Is(err, os.ErrNotExist) || len(own) == 0 {
 		t.Skip("no autogroups: a kernel without CONFIG_SCHED_AUTOGROUP, or they are turned off")
 	}
-	sc := small(flood)
-	sc.Seconds = 5
+	sc := small(floodWithout())
+	sc.Flood.Seconds = 5
 	c := startDemo(t, testRoot(t), sc)
-	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/autogroup", c.find(t, " "+chatCommand+" ")))
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/autogroup", c.find(t, proberCommand)))
 	if err != nil || !strings.HasSuffix(string(b), " nice -20\n") {
-		t.Errorf("chat's autogroup: %q, %v", b, err)
+		t.Errorf("the prober's autogroup: %q, %v", b, err)
 	}
 	if now, err := os.ReadFile("/proc/self/autogroup"); err != nil || !bytes.Equal(now, own) {
 		t.Errorf("the test's own autogroup was %q and is %q, %v", own, now, err)
@@ -343,10 +428,10 @@ func TestGoesFirst(t *testing.T) {
 // Whatever else is in the demo's cgroup ends with it too.
 func TestStrayProcess(t *testing.T) {
 	before := mounts(t)
-	sc := small(flood)
-	sc.Seconds = 2
+	sc := small(floodWithout())
+	sc.Flood.Seconds = 2
 	c := startDemo(t, testRoot(t), sc)
-	c.find(t, " "+chatCommand+" ")
+	c.find(t, proberCommand)
 	group, err := os.Open(filepath.Join(c.root, fmt.Sprint(treePrefix, c.Process.Pid), "node", "apps"))
 	if err != nil {
 		t.Fatal(err)
@@ -373,16 +458,16 @@ func TestStrayProcess(t *testing.T) {
 // removes its cgroup.
 func TestKilledDemo(t *testing.T) {
 	before := mounts(t)
-	sc := small(flood)
-	sc.Seconds = 20
+	sc := small(floodWithout())
+	sc.Flood.Seconds = 20
 	killed := startDemo(t, testRoot(t), sc)
-	killed.find(t, " "+chatCommand+" ")
+	killed.find(t, proberCommand)
 	// A demo beside it must leave the living one alone.
-	beside := startDemo(t, killed.root, small(chatAlone))
+	beside := startDemo(t, killed.root, small(floodAlone()))
 	if code, stderr := beside.finish(t); code != 0 {
 		t.Errorf("a second demo: exit %d: %s", code, stderr)
 	}
-	killed.find(t, " "+chatCommand+" ")
+	killed.find(t, proberCommand)
 
 	killed.Process.Kill()
 	killed.finish(t)
@@ -394,7 +479,7 @@ func TestKilledDemo(t *testing.T) {
 	if left := killed.left(t, before); len(left) != 1 {
 		t.Errorf("a killed demo should leave its cgroup and only that, this test is about it: %q", left)
 	}
-	next := startDemo(t, killed.root, small(chatAlone))
+	next := startDemo(t, killed.root, small(floodAlone()))
 	if code, stderr := next.finish(t); code != 0 {
 		t.Errorf("the next demo: exit %d: %s", code, stderr)
 	}
@@ -406,7 +491,7 @@ func TestKilledDemo(t *testing.T) {
 // An agent that does not become ready ends the demo with what it said.
 func TestAgentFails(t *testing.T) {
 	before := mounts(t)
-	c := startDemo(t, testRoot(t), small(floodLimited))
+	c := startDemo(t, testRoot(t), small(step{"flood", with}))
 	code, stderr := c.finish(t)
 	if code != 1 || !strings.Contains(stderr, "the agent ended early: exit status 1; its stderr:\nno luck today") {
 		t.Errorf("exit %d: %s", code, stderr)
@@ -416,6 +501,23 @@ func TestAgentFails(t *testing.T) {
 	}
 	if left := c.left(t, before); left != nil {
 		t.Errorf("left behind: %q", left)
+	}
+}
+
+// A name that is none is wrong use, before anything is made.
+func TestNoSuchExperiment(t *testing.T) {
+	err := Run(t.Context(), Options{Only: []string{"slow", "flod"}, Stderr: io.Discard})
+	if !errors.Is(err, ErrNoSuchExperiment) || !strings.Contains(err.Error(), `"flod"`) || !strings.Contains(err.Error(), "flood, slow") {
+		t.Errorf("%v", err)
+	}
+}
+
+// Where nothing can be done, that is a failure that says what is missing.
+func TestNothingToShow(t *testing.T) {
+	t.Setenv("PATH", t.TempDir())
+	err := Run(t.Context(), Options{CgroupRoot: testRoot(t), Only: []string{"flood", "bounded"}, Stderr: io.Discard})
+	if !errors.Is(err, ErrNothingShown) || !strings.Contains(err.Error(), "flood: python3 is not installed: apt install python3\nbounded: curl is not installed: apt install curl") {
+		t.Errorf("%v", err)
 	}
 }
 

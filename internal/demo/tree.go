@@ -22,10 +22,10 @@ const removeTimeout = 10 * time.Second
 // tree is the demo's own part of the cgroup tree:
 //
 //	bulkhead-demo-PID       locked as long as its demo lives
-//	├ supervisor            the supervisor and the provider
+//	├ supervisor            the supervisor, providers, the prober and the database
 //	└ node                  the --cgroup-root of the agent: the node of the demo
 //	  ├ agent               the agent
-//	  └ apps                chat and batch before they are managed
+//	  └ apps                workloads before they are managed
 //
 // bulkhead-demo-PID and node hold no process themselves, so that controllers
 // can be turned on in them.
@@ -111,6 +111,49 @@ func enableControllers(dir string) error {
 	return nil
 }
 
+// killApps kills the workloads with all their children, in compartments too,
+// and waits until they are gone.
+func (t *tree) killApps() error {
+	entries, err := os.ReadDir(t.node())
+	if err != nil {
+		return err
+	}
+	var groups []string
+	for _, e := range entries {
+		dir := filepath.Join(t.node(), e.Name())
+		if e.IsDir() && dir != t.agent() {
+			groups = append(groups, dir)
+		}
+	}
+	for _, dir := range groups {
+		if err := os.WriteFile(filepath.Join(dir, "cgroup.kill"), []byte("1"), 0); err != nil {
+			return fmt.Errorf("kill the workloads in %s: %w", dir, err)
+		}
+	}
+	deadline := time.Now().Add(removeTimeout)
+	for _, dir := range groups {
+		for {
+			events, err := os.ReadFile(filepath.Join(dir, "cgroup.events"))
+			if err != nil {
+				return err
+			}
+			if strings.Contains(string(events), "populated 0\n") {
+				break
+			}
+			if time.Now().After(deadline) {
+				return fmt.Errorf("killed processes are still in %s after %v", dir, removeTimeout)
+			}
+			time.Sleep(5 * time.Millisecond)
+		}
+	}
+	// Linux 6.18 kills what is cloned into a cgroup that was killed before: the
+	// next run needs another. Those of the agent's slices go with detach.
+	if err := removeCgroups(t.apps()); err != nil {
+		return err
+	}
+	return os.Mkdir(t.apps(), 0o755)
+}
+
 // goFirst lets the demo's processes run before what else runs on the node: it
 // measures queues for connections, for which it needs a tenth of a processor,
 // but at once. (At a load of 17 on two processors chat's p99 alone is 125 ms
@@ -120,7 +163,9 @@ func enableControllers(dir string) error {
 // a session of its own.
 func (t *tree) goFirst() {
 	// A node that has neither shows the same, only with more noise.
-	_ = os.WriteFile(filepath.Join(t.dir, "cpu.weight"), []byte("10000"), 0)
+	for _, dir := range []string{t.dir, t.supervisor()} {
+		_ = os.WriteFile(filepath.Join(dir, "cpu.weight"), []byte("10000"), 0)
+	}
 	_ = os.WriteFile("/proc/self/autogroup", []byte("-20"), 0)
 }
 

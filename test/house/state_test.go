@@ -59,13 +59,20 @@ func check(t *testing.T, set *token.FileSet, decl ast.Decl, changed map[string]b
 		for _, s := range d.Specs {
 			v := s.(*ast.ValueSpec)
 			for i, name := range v.Names {
-				if name.Name == "_" || i < len(v.Values) && constant(v.Values[i]) && !changed[name.Name] {
+				made := embedded(d.Doc) || embedded(v.Doc) || i < len(v.Values) && constant(v.Values[i])
+				if name.Name == "_" || made && !changed[name.Name] {
 					continue
 				}
 				t.Errorf("%s: package-level variable %s: state belongs to whoever makes it", set.Position(name.Pos()), name.Name)
 			}
 		}
 	}
+}
+
+// embedded reports whether a variable holds files that the compiler put there,
+// which Go allows nowhere else.
+func embedded(doc *ast.CommentGroup) bool {
+	return doc != nil && slices.ContainsFunc(doc.List, func(c *ast.Comment) bool { return strings.HasPrefix(c.Text, "//go:embed ") })
 }
 
 // constant reports whether a value is one that is made once: a sentinel error,
