@@ -43,7 +43,7 @@ func connectConfigurations() ([]*configuration, error) {
 		{name: "no match", policy: elsewhere},
 		{name: "no match, 10000 prefixes", policy: far(10000)},
 		{name: "counted, no limit", policy: counted},
-		{name: "1 bulkhead", policy: single},
+		{name: "1 limit, 2 bulkheads", policy: single},
 		{name: rowFive, policy: five},
 		{name: "7 bulkheads", policy: size{seven: true}.text()},
 		{name: "5 bulkheads, observe", policy: strings.Replace(five, "enforce", "observe", 1)},

@@ -53,7 +53,7 @@ func cpuSection(ctx context.Context, o options) ([]cpuRow, error) {
 	if err := cmd.Start(); err != nil {
 		return nil, fmt.Errorf("cpu: the rig (make bench builds it): %w", err)
 	}
-	rows, log, readErr := cpuRows(out)
+	rows, log, readErr := cpuRows(out, func(r cpuRow) { progress("cpu: %s: %s", r.Kernel, r.Case) })
 	if err := cmd.Wait(); err != nil {
 		return nil, fmt.Errorf("cpu: %w\n%s%s", err, log, &failure)
 	}
@@ -66,9 +66,9 @@ func cpuSection(ctx context.Context, o options) ([]cpuRow, error) {
 	return rows, nil
 }
 
-// cpuRows are those in the rig's output, whose lines start with the kernel's name; log is
-// the rest.
-func cpuRows(out io.Reader) (rows []cpuRow, log string, err error) {
+// cpuRows are those in the rig's output, whose lines start with the kernel's name, each
+// told as it comes; log is the rest.
+func cpuRows(out io.Reader, told func(cpuRow)) (rows []cpuRow, log string, err error) {
 	lines := bufio.NewScanner(out)
 	for lines.Scan() {
 		_, text, ok := strings.Cut(lines.Text(), " | {")
@@ -80,7 +80,7 @@ func cpuRows(out io.Reader) (rows []cpuRow, log string, err error) {
 		if err := json.Unmarshal([]byte("{"+text), &r); err != nil {
 			return nil, log, fmt.Errorf("%w in %s", err, lines.Text())
 		}
-		progress("cpu: %s: %s", r.Kernel, r.Case)
+		told(r)
 		rows = append(rows, r)
 	}
 	return rows, log, lines.Err()

@@ -6,15 +6,16 @@ import (
 	"os"
 	"os/exec"
 	"strconv"
+	"strings"
 	"syscall"
 
 	"golang.org/x/sys/unix"
 )
 
-// perHolder is how many sockets one process holds, and how many have one local address:
-// fewer than there are ports, and than descriptors that a process may have.
+// perHolder is how many sockets one process holds, fewer than the descriptors that it may
+// mostly have, and perAddress how many have one local address, fewer than there are ports.
 const (
-	perHolder  = 50_000
+	perHolder  = 15_000
 	perAddress = 50_000
 	firstPort  = 10_000
 )
@@ -49,7 +50,7 @@ func (h *holders) growTo(n int) error {
 		h.start = append(h.start, cmd)
 		line, err := bufio.NewReader(out).ReadString('\n')
 		if err != nil || line != "ok\n" {
-			return fmt.Errorf("hold sockets %d to %d: %q, %w", h.n, h.n+more, line, err)
+			return fmt.Errorf("hold sockets %d to %d: %s", h.n, h.n+more, strings.TrimSpace(line))
 		}
 		h.n += more
 		progress("growth: %d sockets of %d", h.n, n)
@@ -80,9 +81,14 @@ func hold(args []string) {
 		if err1 != nil || err2 != nil {
 			return fmt.Errorf("not numbers: %q", args)
 		}
-		most := uint64(n + 100)
-		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: most, Max: most}); err != nil {
-			return os.NewSyscallError("setrlimit", err)
+		var files unix.Rlimit
+		if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &files); err != nil {
+			return os.NewSyscallError("getrlimit", err)
+		}
+		files.Cur = uint64(n + 100)
+		files.Max = max(files.Max, files.Cur) // to raise it needs CAP_SYS_RESOURCE
+		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &files); err != nil {
+			return fmt.Errorf("raise the limit of open files to %d: %w", files.Max, err)
 		}
 		for i := first; i < first+n; i++ {
 			fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)

@@ -186,7 +186,7 @@ func (l *lab) rounds(what string, n int, all []*configuration, turn func(round, 
 	return nil
 }
 
-// progress says on standard error what is running, on one line.
+// progress says on standard error what is running, on one line; "" clears it.
 func progress(format string, args ...any) {
 	fmt.Fprintf(os.Stderr, "\r\x1b[K"+format, args...)
 }

@@ -9,7 +9,8 @@ import (
 
 const head = "apiVersion: bulkhead/v1\nkind: Policy\nmode: enforce\n"
 
-// Policies for few bulkheads. The worker is feature f.
+// Policies for few bulkheads. The worker is feature f, or default where there is none. A
+// feature and a provider are counted also without a limit, so two is the least.
 const (
 	elsewhere = head + "providers: {p: {cidrs: [10.0.0.0/8]}}\nfeatures: {f: {class: batch}}\n"
 	counted   = head + "providers: {p: {cidrs: [127.0.0.1/32]}}\nfeatures: {f: {class: batch}}\n"

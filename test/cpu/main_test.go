@@ -30,6 +30,9 @@ const (
 	roleParser  = "parser"
 	roleProber  = "prober"      // enters SCHED_FIFO and becomes the next
 	roleFIFO    = "prober-fifo" // probes
+
+	// fifoVar is set for a process that shall enter SCHED_FIFO before it begins.
+	fifoVar = "BULKHEAD_CPU_TEST_FIFO"
 )
 
 const (
@@ -43,16 +46,23 @@ const (
 func TestMain(m *testing.M) { os.Exit(runTests(m)) }
 
 func runTests(m *testing.M) int {
-	var err error
-	switch role := os.Getenv(roleVar); role {
-	case "":
+	role := os.Getenv(roleVar)
+	if role == "" {
 		return kerneltest.Main(m)
+	}
+	var err error
+	if os.Getenv(fifoVar) != "" {
+		err = errors.Join(os.Unsetenv(fifoVar), enterFIFO(role))
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	switch role {
 	case roleHandler:
 		err = handle(os.Stdin, os.Stdout)
 	case roleParser:
 		err = parse(os.Stdout)
 	case roleProber:
-		err = enterFIFO()
+		err = enterFIFO(roleFIFO)
 	case roleFIFO:
 		var number int
 		if number, err = strconv.Atoi(os.Args[len(os.Args)-1]); err == nil {
@@ -126,10 +136,10 @@ func parse(done io.Writer) error {
 	}
 }
 
-// enterFIFO becomes the prober with all its threads in SCHED_FIFO: execve(2) keeps the
+// enterFIFO begins again in a role with all its threads in SCHED_FIFO: execve(2) keeps the
 // policy and leaves one thread, which those that it makes take the policy from
 // (sched(7)). It returns only if it failed.
-func enterFIFO() error {
+func enterFIFO(role string) error {
 	runtime.LockOSThread()
 	fifo := unix.SchedAttr{Size: unix.SizeofSchedAttr, Policy: unix.SCHED_FIFO, Priority: 1}
 	if err := unix.SchedSetAttr(0, &fifo, 0); err != nil {
@@ -139,7 +149,7 @@ func enterFIFO() error {
 	if err != nil {
 		return err
 	}
-	if err := os.Setenv(roleVar, roleFIFO); err != nil {
+	if err := os.Setenv(roleVar, role); err != nil {
 		return err
 	}
 	return syscall.Exec(self, os.Args, os.Environ())
