@@ -48,10 +48,14 @@ func (z size) text() string {
 	if z.seven {
 		tenant = ", tenants: {t: {limits: {connections: 500}, providers: {p: {connections: 400}}}}"
 	}
-	if !z.flat {
-		fmt.Fprintf(&b, "tenants: {t: {limits: {connections: %d}, providers: {p: {connections: 800}}}}\n", policy.MaxLimit)
+	limit := "900"
+	if z.held {
+		limit = "unlimited" // counted all the same; a limit cannot be larger than what is held
 	}
-	fmt.Fprintf(&b, "features:\n  f: {class: batch, limits: {connections: %d}, providers: {p: {connections: 600}}%s}\n", policy.MaxLimit, tenant)
+	if !z.flat {
+		fmt.Fprintf(&b, "tenants: {t: {limits: {connections: %s}, providers: {p: {connections: 800}}}}\n", limit)
+	}
+	fmt.Fprintf(&b, "features:\n  f: {class: batch, limits: {connections: %s}, providers: {p: {connections: 600}}%s}\n", limit, tenant)
 	for i := range z.features {
 		fmt.Fprintf(&b, "  f%d: {class: batch, limits: {connections: 50}}\n", i)
 	}

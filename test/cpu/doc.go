@@ -12,6 +12,10 @@
 //	make build
 //	go run ./test/vm -virtual -file bin/bulkhead:/bin/bulkhead ./test/cpu
 //
+// Its benchmark measures more cases with more requests and prints each as a line of JSON,
+// for the table of docs/benchmarks.md: the same, and both in cgroups of equal weights, and
+// a handler in SCHED_FIFO. `make bench` runs it.
+//
 // The binary is $BULKHEAD_BINARY, else the bulkhead in PATH. A guest whose kernel has no
 // cpu controller on cgroup v2 fails. The table of latencies is in the log.
 //
