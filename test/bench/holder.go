@@ -6,7 +6,6 @@ import (
 	"os"
 	"os/exec"
 	"strconv"
-	"strings"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -48,9 +47,8 @@ func (h *holders) growTo(n int) error {
 			return err
 		}
 		h.start = append(h.start, cmd)
-		line, err := bufio.NewReader(out).ReadString('\n')
-		if err != nil || line != "ok\n" {
-			return fmt.Errorf("hold sockets %d to %d: %s", h.n, h.n+more, strings.TrimSpace(line))
+		if _, err := bufio.NewReader(out).ReadString('\n'); err != nil {
+			return fmt.Errorf("sockets %d to %d are not held: it says why above", h.n, h.n+more)
 		}
 		h.n += more
 		progress("growth: %d sockets of %d", h.n, n)
@@ -71,43 +69,36 @@ func (h *holders) end() {
 
 // hold is a holder's own side: the first socket's number and how many. It stays until it
 // is killed.
-func hold(args []string) {
-	err := func() error {
-		if len(args) != 2 {
-			return fmt.Errorf("%d arguments", len(args))
+func hold(args []string) error {
+	if len(args) != 2 {
+		return fmt.Errorf("%d arguments", len(args))
+	}
+	first, err1 := strconv.Atoi(args[0])
+	n, err2 := strconv.Atoi(args[1])
+	if err1 != nil || err2 != nil {
+		return fmt.Errorf("not numbers: %q", args)
+	}
+	var files unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &files); err != nil {
+		return os.NewSyscallError("getrlimit", err)
+	}
+	files.Cur = uint64(n + 100)
+	files.Max = max(files.Max, files.Cur) // to raise it needs CAP_SYS_RESOURCE
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &files); err != nil {
+		return fmt.Errorf("raise the limit of open files to %d: %w", files.Max, err)
+	}
+	for i := first; i < first+n; i++ {
+		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			return os.NewSyscallError("socket", err)
 		}
-		first, err1 := strconv.Atoi(args[0])
-		n, err2 := strconv.Atoi(args[1])
-		if err1 != nil || err2 != nil {
-			return fmt.Errorf("not numbers: %q", args)
+		local := &unix.SockaddrInet4{Addr: [4]byte{127, 1, 0, byte(1 + i/perAddress)}, Port: firstPort + i%perAddress}
+		if err := unix.Bind(fd, local); err != nil {
+			return fmt.Errorf("bind %v port %d: %w", local.Addr, local.Port, err)
 		}
-		var files unix.Rlimit
-		if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &files); err != nil {
-			return os.NewSyscallError("getrlimit", err)
+		if err := unix.Connect(fd, &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}, Port: heldPort}); err != nil {
+			return os.NewSyscallError("connect", err)
 		}
-		files.Cur = uint64(n + 100)
-		files.Max = max(files.Max, files.Cur) // to raise it needs CAP_SYS_RESOURCE
-		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &files); err != nil {
-			return fmt.Errorf("raise the limit of open files to %d: %w", files.Max, err)
-		}
-		for i := first; i < first+n; i++ {
-			fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
-			if err != nil {
-				return os.NewSyscallError("socket", err)
-			}
-			local := &unix.SockaddrInet4{Addr: [4]byte{127, 1, 0, byte(1 + i/perAddress)}, Port: firstPort + i%perAddress}
-			if err := unix.Bind(fd, local); err != nil {
-				return fmt.Errorf("bind %v port %d: %w", local.Addr, local.Port, err)
-			}
-			if err := unix.Connect(fd, &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}, Port: heldPort}); err != nil {
-				return os.NewSyscallError("connect", err)
-			}
-		}
-		return nil
-	}()
-	if err != nil {
-		fmt.Println(err)
-		return
 	}
 	fmt.Println("ok")
 	select {}

@@ -24,7 +24,9 @@ type configuration struct {
 	name   string
 	policy string // what ours enforces; "" attaches nothing of ours
 	empty  bool   // programs that only return, where ours would be
-	rules  *rules // of a packet filter, during its turns
+	// packets: instead of those, ones that see packets, as ours do while a policy names UDP.
+	packets bool
+	rules   *rules // of a packet filter, during its turns
 
 	// programs by hook, for their own times.
 	programs map[string]*ebpf.Program
@@ -106,7 +108,7 @@ func (l *lab) start(c *configuration) error {
 	var err error
 	switch {
 	case c.empty:
-		c.programs, err = l.attachEmpty(c.dir)
+		c.programs, err = l.attachEmpty(c.dir, c.packets)
 	case c.policy != "":
 		if err = l.attachOurs(c.dir, c.inner, c.policy); err == nil {
 			c.programs, err = l.attached(c.dir)
@@ -225,18 +227,26 @@ func command(input string, args []string) error {
 }
 
 // attachEmpty attaches programs that only return, on the hooks that ours are on.
-func (l *lab) attachEmpty(dir string) (map[string]*ebpf.Program, error) {
-	programs := map[string]*ebpf.Program{}
-	for _, h := range []struct {
-		hook string
+func (l *lab) attachEmpty(dir string, packets bool) (map[string]*ebpf.Program, error) {
+	type hook struct {
+		name string
 		t    ebpf.ProgramType
 		a    ebpf.AttachType
-	}{
+	}
+	hooks := []hook{
 		{"sock_release", ebpf.CGroupSock, ebpf.AttachCgroupInetSockRelease},
 		{"sockops", ebpf.SockOps, ebpf.AttachCGroupSockOps},
 		{"connect4", ebpf.CGroupSockAddr, ebpf.AttachCGroupInet4Connect},
 		{"connect6", ebpf.CGroupSockAddr, ebpf.AttachCGroupInet6Connect},
-	} {
+	}
+	if packets {
+		hooks = []hook{
+			{"egress", ebpf.CGroupSKB, ebpf.AttachCGroupInetEgress},
+			{"ingress", ebpf.CGroupSKB, ebpf.AttachCGroupInetIngress},
+		}
+	}
+	programs := map[string]*ebpf.Program{}
+	for _, h := range hooks {
 		p, err := ebpf.NewProgram(&ebpf.ProgramSpec{
 			Name: "empty", Type: h.t, AttachType: h.a, License: "GPL",
 			Instructions: asm.Instructions{asm.Mov.Imm(asm.R0, 1), asm.Return()},
@@ -249,7 +259,7 @@ func (l *lab) attachEmpty(dir string) (map[string]*ebpf.Program, error) {
 			return nil, fmt.Errorf("attach empty program: %w", err)
 		}
 		l.stop = append(l.stop, func() { at.Close(); p.Close() })
-		programs[h.hook] = p
+		programs[h.name] = p
 	}
 	return programs, nil
 }

@@ -107,15 +107,14 @@ func main() {
 	// The kernel kills what was started when the thread that started it ends, so that must
 	// be one that lives as long as we do.
 	runtime.LockOSThread()
-	if len(os.Args) > 1 {
-		switch os.Args[1] {
-		case "worker":
-			work()
-			return
-		case "hold":
-			hold(os.Args[2:])
-			return
+	// What this program starts is mostly itself.
+	roles := map[string]func([]string) error{"worker": work, "hold": hold, "http": serveHTTP, "pinned": pinned}
+	if len(os.Args) > 1 && roles[os.Args[1]] != nil {
+		if err := roles[os.Args[1]](os.Args[2:]); err != nil {
+			fmt.Fprintf(os.Stderr, "bench: %s: %v\n", os.Args[1], err)
+			os.Exit(1)
 		}
+		return
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()

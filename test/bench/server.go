@@ -1,11 +1,12 @@
 package main
 
 import (
-	"errors"
+	"bufio"
 	"fmt"
 	"net"
 	"net/http"
 	"os"
+	"os/exec"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -121,18 +122,48 @@ func listening(kind, port int) (int, error) {
 	return fd, nil
 }
 
-// startHTTP serves a small page, with connections that stay open.
-func startHTTP() (stop func(), err error) {
+// startHTTP starts a process that serves HTTP, on the last CPU as all servers.
+func startHTTP() (pid int, stop func(), err error) {
+	cmd := exec.Command("/proc/self/exe", "pinned", "/proc/self/exe", "http")
+	cmd.Stderr = os.Stderr
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		return 0, nil, err
+	}
+	if err := cmd.Start(); err != nil {
+		return 0, nil, err
+	}
+	stop = func() {
+		cmd.Process.Kill()
+		cmd.Wait()
+	}
+	if line, err := bufio.NewReader(out).ReadString('\n'); err != nil {
+		stop()
+		return 0, nil, fmt.Errorf("http server: %q, %w", line, err)
+	}
+	return cmd.Process.Pid, stop, nil
+}
+
+// serveHTTP is its own side: a small page, with connections that stay open.
+func serveHTTP([]string) error {
 	l, err := net.Listen("tcp4", fmt.Sprintf("127.0.0.1:%d", httpPort))
 	if err != nil {
-		return nil, err
+		return err
 	}
+	fmt.Println("ready")
 	page := make([]byte, 256)
-	s := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.Write(page) })}
-	go func() {
-		if err := s.Serve(l); !errors.Is(err, http.ErrServerClosed) {
-			fmt.Fprintln(os.Stderr, "bench: http server:", err)
-		}
-	}()
-	return func() { s.Close() }, nil
+	return http.Serve(l, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.Write(page) }))
+}
+
+// pinned becomes a command with all its threads on the last CPU, which execve(2) keeps.
+func pinned(args []string) error {
+	path, err := exec.LookPath(args[0])
+	if err != nil {
+		return err
+	}
+	if err := pin(); err != nil {
+		return err
+	}
+	return syscall.Exec(path, args, os.Environ())
 }

@@ -32,6 +32,8 @@ const (
 
 	rowCounted   = "bytes counted"
 	rowUntracked = "untracked, programs for UDP attached"
+	// rowPackets is what any program that sees packets costs.
+	rowPackets = "empty programs that see packets"
 )
 
 // sample is what one turn moved and needed.
@@ -73,12 +75,17 @@ func (l *lab) throughputSection(rounds, httpRounds int) (rows []rateRow, missing
 	if _, err := exec.LookPath("wrk"); err != nil {
 		return rows, []string{trafficHTTP + ": left out: wrk is not installed"}, nil
 	}
-	stop, err := startHTTP()
+	server, stop, err := startHTTP()
 	if err != nil {
 		return nil, nil, err
 	}
 	defer stop()
-	http, err := l.rates(trafficHTTP, "requests", counted, httpRounds, l.wrk)
+	http, err := l.rates(trafficHTTP, "requests", counted, httpRounds, func(c *configuration) (sample, error) {
+		before := processorTime(processClock(server))
+		s, err := l.wrk(c)
+		s.cpu += float64(processorTime(processClock(server)) - before)
+		return s, err
+	})
 	return append(rows, http...), nil, err
 }
 
@@ -89,6 +96,7 @@ func (l *lab) rates(traffic, unit, counted string, rounds int, turn func(*config
 		{name: rowNone},
 		{name: rowCounted, policy: counted},
 		{name: rowUntracked, policy: udpElsewhere},
+		{name: rowPackets, empty: true, packets: true},
 	}
 	for _, c := range all {
 		if err := l.start(c); err != nil {
@@ -117,7 +125,8 @@ func (l *lab) rates(traffic, unit, counted string, rounds int, turn func(*config
 	return rows, nil
 }
 
-// wrk runs the load generator for a second, born in the configuration's cgroup.
+// wrk runs the load generator for a second, born in the configuration's cgroup. Like the
+// worker it is on one CPU with the server.
 func (l *lab) wrk(c *configuration) (sample, error) {
 	if err := l.ctx.Err(); err != nil {
 		return sample{}, err
@@ -127,15 +136,15 @@ func (l *lab) wrk(c *configuration) (sample, error) {
 		return sample{}, err
 	}
 	defer dir.Close()
-	cmd := exec.CommandContext(l.ctx, "wrk", "--threads=1", "--connections=16", "--duration=1s", fmt.Sprintf("http://127.0.0.1:%d/", httpPort))
+	cmd := exec.CommandContext(l.ctx, "/proc/self/exe", "pinned", "wrk", "--threads=1", "--connections=16", "--duration=1s", fmt.Sprintf("http://127.0.0.1:%d/", httpPort))
 	cmd.SysProcAttr = &syscall.SysProcAttr{UseCgroupFD: true, CgroupFD: int(dir.Fd()), Pdeathsig: syscall.SIGKILL}
-	before, wall := ownTime(), time.Now()
+	wall := time.Now()
 	out, err := cmd.Output()
-	s := sample{cpu: float64(ownTime() - before), wall: float64(time.Since(wall))}
+	s := sample{wall: float64(time.Since(wall))}
 	if err != nil {
 		return s, fmt.Errorf("wrk: %w", err)
 	}
-	s.cpu += float64(cmd.ProcessState.SystemTime() + cmd.ProcessState.UserTime())
+	s.cpu = float64(cmd.ProcessState.SystemTime() + cmd.ProcessState.UserTime())
 	s.amount, err = requests(string(out))
 	return s, err
 }
@@ -152,6 +161,3 @@ func requests(report string) (float64, error) {
 	}
 	return 0, fmt.Errorf("wrk says nothing of requests: %s", report)
 }
-
-// ownTime is the processor time of this process, all its threads, in nanoseconds.
-func ownTime() int64 { return processorTime(processClock(os.Getpid())) }

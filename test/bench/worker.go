@@ -76,10 +76,9 @@ func (w *worker) do(job string, n int) ([]float64, error) {
 }
 
 // work is the worker's own side: a line "JOB N" in, a line "ok NUMBER..." or an error out.
-func work() {
+func work([]string) error {
 	if err := pin(); err != nil {
-		fmt.Println(err)
-		return
+		return err
 	}
 	debug.SetGCPercent(-1)
 	jobs := map[string]func(int) ([]int64, error){
@@ -89,7 +88,7 @@ func work() {
 		var job string
 		var n int
 		if _, err := fmt.Scan(&job, &n); err != nil {
-			return
+			return nil // its end
 		}
 		if jobs[job] == nil {
 			fmt.Println("no such job")
