@@ -111,7 +111,7 @@ func BenchmarkHandlerBesideParsers(b *testing.B) {
 			{"equal weights", samplesBench, n.in(n.Mkdir("handler")), n.in(n.Mkdir("parsers"))},
 			{"realtime beside batch", samplesBench, chat, n.through("batch_parse")},
 			{"realtime beside background", samplesBench, chat, n.through("night_parse")},
-			{"SCHED_FIFO", samplesBench, fifo(together), together},
+			{"SCHED_FIFO", samplesBench, n.fifo(together), together},
 		} {
 			n.measure(c.name, c.number, c.handler, c.parser).print(b, alone)
 		}
@@ -169,8 +169,8 @@ type node struct {
 	dir string // its files
 }
 
-// starter gives a command that becomes this binary in a role, somewhere.
-type starter func(role string) *exec.Cmd
+// starter gives a command that becomes another in a role, somewhere.
+type starter func(role string, args ...string) *exec.Cmd
 
 // in starts inside a cgroup: the process is never anywhere else.
 func (n *node) in(cg kerneltest.Cgroup) starter {
@@ -179,26 +179,24 @@ func (n *node) in(cg kerneltest.Cgroup) starter {
 		n.t.Fatal(err)
 	}
 	n.t.Cleanup(func() { dir.Close() })
-	return func(role string) *exec.Cmd {
-		cmd := inRole(role, n.self())
+	return func(role string, args ...string) *exec.Cmd {
+		cmd := inRole(role, args...)
 		cmd.SysProcAttr = &syscall.SysProcAttr{UseCgroupFD: true, CgroupFD: int(dir.Fd())}
 		return cmd
 	}
 }
 
-// fifo starts the same, but all of its threads in SCHED_FIFO.
-func fifo(s starter) starter {
-	return func(role string) *exec.Cmd {
-		cmd := s(role)
-		cmd.Env = append(cmd.Env, fifoVar+"=1")
-		return cmd
+// fifo starts the same, but in SCHED_FIFO.
+func (n *node) fifo(s starter) starter {
+	return func(role string, args ...string) *exec.Cmd {
+		return s(roleFIFO, append([]string{n.self(), role}, args...)...)
 	}
 }
 
 // through starts by bulkhead exec.
 func (n *node) through(feature string) starter {
-	return func(role string) *exec.Cmd {
-		return inRole(role, n.bulkhead("exec", "--feature", feature, "--", n.self())...)
+	return func(role string, args ...string) *exec.Cmd {
+		return inRole(role, n.bulkhead("exec", append([]string{"--feature", feature, "--"}, args...)...)...)
 	}
 }
 
@@ -272,7 +270,7 @@ func (n *node) measure(name string, number int, handler, parser starter) result 
 	n.t.Helper()
 	requests, toHandler := n.pipe()
 	fromHandler, answers := n.pipe()
-	h := handler(roleHandler)
+	h := handler(noRole, handlerCommand()...)
 	h.Stdin, h.Stdout = requests, answers
 	defer n.start(h)()
 
@@ -287,7 +285,7 @@ func (n *node) measure(name string, number int, handler, parser starter) result 
 		}
 		defer file.Close()
 		files = append(files, file.Name())
-		p := parser(roleParser)
+		p := parser(roleParser, n.self())
 		p.Stdout = file
 		defer n.start(p)()
 	}
@@ -298,7 +296,7 @@ func (n *node) measure(name string, number int, handler, parser starter) result 
 		return nil
 	})
 
-	prober := inRole(roleProber, n.self(), strconv.Itoa(number))
+	prober := inRole(roleFIFO, n.self(), roleProber, n.self(), strconv.Itoa(number))
 	prober.ExtraFiles = []*os.File{toHandler, fromHandler} // its 3 and 4
 	prober.Stderr = os.Stderr
 	before := n.documents(files)

@@ -29,6 +29,7 @@
 // here is about, is no part of the time. What remains is the handler's: wake up, wait
 // for the CPU, work, be preempted and wait again.
 //
-// Handler, parsers and prober are this package's test binary again. A parser appends one
-// byte to a file for each document, so that a lowly class can be seen to work on.
+// The handler is an awk script; parsers and prober are this package's test binary again. A
+// parser appends one byte to a file for each document, so that a lowly class can be seen to
+// work on.
 package cpu
