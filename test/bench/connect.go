@@ -95,7 +95,7 @@ func (l *lab) connectSection(rounds, connects int, only string) (rows []connectR
 	if err != nil {
 		return nil, nil, err
 	}
-	err = l.rounds("connect, one by one", rounds/8, chosen, func(round, i int) error {
+	err = l.rounds("connect, one by one", max(1, rounds/8), chosen, func(round, i int) error {
 		t, err := l.turn(chosen[i], "singles", connects)
 		if err == nil && round >= 0 {
 			p99[i] = append(p99[i], quantile(t, 0.99))
@@ -106,7 +106,7 @@ func (l *lab) connectSection(rounds, connects int, only string) (rows []connectR
 		return nil, nil, err
 	}
 	hooks := make([]map[string][]float64, len(chosen))
-	err = l.rounds("connect, time in hooks", rounds/20, chosen, func(round, i int) error {
+	err = l.rounds("connect, time in hooks", max(1, rounds/20), chosen, func(round, i int) error {
 		if len(chosen[i].programs) == 0 {
 			return nil
 		}

@@ -55,7 +55,7 @@ func cpuSection(ctx context.Context, o options) ([]cpuRow, error) {
 	}
 	rows, log, readErr := cpuRows(out, func(r cpuRow) { progress("cpu: %s: %s", r.Kernel, r.Case) })
 	if err := cmd.Wait(); err != nil {
-		return nil, fmt.Errorf("cpu: %w\n%s%s", err, log, &failure)
+		return rows, fmt.Errorf("cpu: %w\n%s%s", err, log, &failure)
 	}
 	if readErr != nil {
 		return nil, fmt.Errorf("cpu: %w", readErr)

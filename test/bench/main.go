@@ -143,29 +143,22 @@ func run(ctx context.Context, args []string) error {
 	if os.Geteuid() != 0 {
 		return errors.New("needs root: it attaches programs")
 	}
+	// What was measured before something failed is shown all the same.
 	if dir, group, ok := strings.Cut(os.Getenv(insideVar), ":"); ok {
 		r, err := measure(ctx, o, places{dir, group})
-		if err != nil {
-			return err
-		}
-		return json.NewEncoder(os.Stdout).Encode(r)
+		return errors.Join(err, json.NewEncoder(os.Stdout).Encode(r))
 	}
 	var r report
 	if !slices.Equal(o.sections, []string{"cpu"}) {
-		if err := outside(ctx, args, &r); err != nil {
-			return err
-		}
+		err = outside(ctx, args, &r)
 	}
-	if slices.Contains(o.sections, "cpu") {
-		if r.CPU, err = cpuSection(ctx, o); err != nil {
-			return err
-		}
+	if err == nil && slices.Contains(o.sections, "cpu") {
+		r.CPU, err = cpuSection(ctx, o)
 	}
 	progress("")
-	if r.Machine, err = thisMachine(); err != nil {
-		return err
-	}
-	if err := r.print(os.Stdout, o.output); err != nil {
+	var e error
+	r.Machine, e = thisMachine()
+	if err = errors.Join(err, e, r.print(os.Stdout, o.output)); err != nil {
 		return err
 	}
 	if o.check {
@@ -203,12 +196,14 @@ func outside(ctx context.Context, args []string, r *report) (err error) {
 	c.WaitDelay = 30 * time.Second
 	out, err := c.Output()
 	if ctx.Err() != nil {
-		return errors.New("interrupted")
+		err = errors.New("interrupted")
+	} else if err != nil {
+		err = fmt.Errorf("inside: %w", err)
 	}
-	if err != nil {
-		return fmt.Errorf("inside: %w", err)
+	if len(out) > 0 {
+		err = errors.Join(err, json.Unmarshal(out, r))
 	}
-	return json.Unmarshal(out, r)
+	return err
 }
 
 // measure is all sections that run inside.
