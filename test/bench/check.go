@@ -17,7 +17,7 @@ const (
 	// fiveOverEmpty is how much more than empty programs they may cost, as a part of a
 	// whole connect: 0.6 us of the 8.3 us that a loopback connect takes on the machine
 	// that the limit was set on.
-	fiveOverEmpty = 0.6 / 8.3
+	fiveOverEmpty = 0.073
 	// Rates with our programs, as parts of that without.
 	leastBulk, leastExchange, leastUntracked = 0.99, 0.97, 0.99
 	// How much longer 95 of a hundred requests to a realtime handler may take beside

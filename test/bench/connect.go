@@ -58,11 +58,11 @@ func connectConfigurations() ([]*configuration, error) {
 	for _, n := range []int{10, 1000, 10000} {
 		all = append(all, &configuration{name: rowPrefixes(n), policy: size{prefixes: n}.text()})
 	}
-	for _, n := range []int{1, 5} {
-		all = append(all,
-			&configuration{name: fmt.Sprintf("nft ct count, %d rules", n), rules: nftRules(n)},
-			&configuration{name: fmt.Sprintf("iptables connlimit, %d rules", n), rules: iptablesRules(n)})
-	}
+	all = append(all,
+		&configuration{name: "nft ct count, 1 rule", rules: nftRules(1)},
+		&configuration{name: rowNFT5, rules: nftRules(5)},
+		&configuration{name: "iptables connlimit, 1 rule", rules: iptablesRules(1)},
+		&configuration{name: "iptables connlimit, 5 rules", rules: iptablesRules(5)})
 	return all, nil
 }
 

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"os/exec"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -83,5 +84,7 @@ func cpuRows(out io.Reader, told func(cpuRow)) (rows []cpuRow, log string, err e
 		told(r)
 		rows = append(rows, r)
 	}
+	// Kernels that ran at the same time have told their rows in between each other.
+	slices.SortStableFunc(rows, func(a, b cpuRow) int { return strings.Compare(a.Kernel, b.Kernel) })
 	return rows, log, lines.Err()
 }
