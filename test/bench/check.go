@@ -45,7 +45,7 @@ func (r *report) check(out io.Writer) error {
 			word = "MISSED"
 			missed++
 		}
-		fmt.Fprintf(w, "%s\t%s\tlimit %s\tmeasured %s\t\n", word, v.What, v.Limit, v.Measured)
+		fmt.Fprintf(w, "%s\t%s\tlimit %s\t%s\t\n", word, v.What, v.Limit, v.Measured)
 	}
 	if err := w.Flush(); err != nil {
 		return err
