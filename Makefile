@@ -7,11 +7,13 @@ CLANG_VERSION   := 19
 DEPS_GENERATE   := clang-$(CLANG_VERSION) llvm-$(CLANG_VERSION) libbpf-dev linux-libc-dev
 DEPS_VM         := qemu-system-x86 busybox-static xz-utils zstd
 DEPS_TEST       := bpftool curl iproute2 postgresql python3
+# What the benchmark compares with; a row of what is not installed is left out.
+DEPS_BENCH      := wrk iptables nftables
 DEPS            := $(DEPS_GENERATE) $(DEPS_VM) $(DEPS_TEST)
 
 # Go packages by ring. What is listed under VM runs on the other kernels too;
 # what measures CPU latency runs there in virtual time, on one CPU.
-UNIT_PACKAGES    := ./pkg/policy ./internal/metrics ./test/generated ./test/house ./test/vm
+UNIT_PACKAGES    := ./pkg/policy ./internal/metrics ./test/generated ./test/house ./test/vm ./test/bench
 KERNEL_PACKAGES  := ./pkg/conn ./pkg/cgroup ./internal/agent ./internal/demo ./internal/sockets ./cmd/agent ./test/e2e
 VM_PACKAGES      := ./test/vm/guest ./pkg/conn ./pkg/cgroup ./internal/sockets ./test/e2e
 VIRTUAL_PACKAGES := ./test/cpu
@@ -35,7 +37,7 @@ EXEC_AS_ROOT    := $(if $(AS_ROOT),-exec 'sudo -E')
 # The rings share this machine, and test is in order of cost.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help deps go-version root build generate generate-check vet lint unit kernel vm vm-kernels-refresh test demo demo-vm bench clean
+.PHONY: help deps deps-bench go-version root build generate generate-check vet lint unit kernel vm vm-kernels-refresh test demo demo-vm bench-build bench bench-check clean
 
 # The tests start PostgreSQL themselves: where its package is not installed yet, it
 # is told to make and start no cluster. Somebody's own setting stays.
@@ -46,9 +48,13 @@ NO_CLUSTER      := [ -e /etc/postgresql-common/createcluster.conf ] || { \
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+deps: PACKAGES := $(DEPS)
 deps: ## install the Debian packages that are missing
-	@command -v dpkg-query >/dev/null || { echo "not a Debian machine: install the equivalents of $(DEPS)" >&2; exit 1; }; \
-	missing=$$(for p in $(DEPS); do \
+deps-bench: PACKAGES := $(DEPS_BENCH)
+deps-bench: ## install those that make bench compares with
+deps deps-bench:
+	@command -v dpkg-query >/dev/null || { echo "not a Debian machine: install the equivalents of $(PACKAGES)" >&2; exit 1; }; \
+	missing=$$(for p in $(PACKAGES); do \
 		dpkg-query -W -f '$${db:Status-Status}' $$p 2>/dev/null | grep -qx installed || echo $$p; done | xargs); \
 	[ -n "$$missing" ] || exit 0; \
 	[ $$(id -u) = 0 ] || command -v sudo >/dev/null || { echo "not root and no sudo: as root, apt-get install $$missing" >&2; exit 1; }; \
@@ -114,9 +120,16 @@ demo-vm: build bin/python.tar ## see the CPU experiment on Debian's newest kerne
 		'set -o pipefail && tar -x -f /python.tar -C / && echo "+cpu +memory" >/sys/fs/cgroup/cgroup.subtree_control && \
 		PATH=/bin:/usr/bin bulkhead demo --only cpu 2>&1 | cat'
 
-bench: go-version root ## measure what a connect costs, as root
+bench-build: build
 	go build -o bin/bench ./test/bench
+	go build -o bin/vm ./test/vm
+	CGO_ENABLED=0 go test -c -tags vm -o bin/cpu.test ./test/cpu
+
+bench: go-version root bench-build ## measure what it costs, half an hour: see docs/benchmarks.md and BENCH_FLAGS=-help
 	$(AS_ROOT) bin/bench $(BENCH_FLAGS)
+
+bench-check: go-version root bench-build ## fail if the costs are above the limits, as root; before a release
+	$(AS_ROOT) bin/bench -check $(BENCH_FLAGS)
 
 clean: ## remove what was built; kernels stay in the cache
 	rm -rf bin

@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"bulkhead/pkg/conn"
-	"bulkhead/pkg/policy"
 )
 
 // applied is how long a large plan takes, in milliseconds; medians over the rounds.
@@ -23,19 +22,20 @@ type applied struct {
 
 // applyTimes puts plans of growing size in force, over and over.
 func (l *lab) applyTimes(rounds int) ([]applied, error) {
+	defer l.end(len(l.stop))
 	var all []applied
 	for _, size := range []struct{ cidrs, features, providers int }{{10, 4, 4}, {1000, 9, 9}, {10000, 49, 19}} {
 		a := applied{Name: fmt.Sprintf("%d cidrs, %d routes", size.cidrs, (size.features+1)*(size.providers+1)), CIDRs: size.cidrs}
 		text := large(size.cidrs, size.features, size.providers)
 		dir := filepath.Join(l.root, fmt.Sprintf("apply-%d", size.cidrs))
-		pins := filepath.Join(l.bpffs, filepath.Base(dir))
-		for _, d := range []string{dir, pins} {
-			if err := os.Mkdir(d, 0o755); err != nil {
-				return nil, err
-			}
-			l.stop = append(l.stop, func() { os.Remove(d) })
+		if err := os.Mkdir(dir, 0o755); err != nil {
+			return nil, err
 		}
-		o := conn.Options{CgroupRoot: dir, BPFFS: pins}
+		l.stop = append(l.stop, func() { os.Remove(dir) })
+		o, err := l.instance(dir)
+		if err != nil {
+			return nil, err
+		}
 		start := time.Now()
 		k, err := conn.Open(o)
 		if err != nil {
@@ -44,6 +44,10 @@ func (l *lab) applyTimes(rounds int) ([]applied, error) {
 		l.stop = append(l.stop, func() { k.Close(); conn.Detach(o) })
 		var compile, apply []float64
 		for i := range rounds + 1 {
+			progress("growth: apply %s: %d of %d", a.Name, i, rounds)
+			if err := l.ctx.Err(); err != nil {
+				return nil, err
+			}
 			begun := time.Now()
 			plan, err := compiled(text)
 			if err != nil {
@@ -60,7 +64,7 @@ func (l *lab) applyTimes(rounds int) ([]applied, error) {
 			}
 			apply = append(apply, ms(begun))
 		}
-		a.Compile, a.Apply = quantile(compile, 0.5), quantile(apply, 0.5)
+		a.Compile, a.Apply = median(compile), median(apply)
 		all = append(all, a)
 	}
 	return all, nil
@@ -84,13 +88,4 @@ func large(n, features, providers int) string {
 		fmt.Fprintf(&b, "  f%d: {class: batch, limits: {connections: 50}}\n", f)
 	}
 	return b.String()
-}
-
-func compiled(text string) (*policy.Plan, error) {
-	f, err := policy.Parse("bench", []byte(text))
-	if err != nil {
-		return nil, err
-	}
-	plan, _, err := policy.Compile(f)
-	return plan, err
 }

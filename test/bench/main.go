@@ -1,275 +1,292 @@
-// Command bench measures what bulkhead costs on the hot paths, as ratios within one
-// run: `make bench`.
-//
-// Every configuration has a cgroup of its own with its own programs; one worker
-// process is moved from one to the next, and the server is outside of all of them.
-// Turns are short and many, so that a drift of the machine's speed reaches all alike,
-// and what is compared are medians of the differences within a round, with the 95 %
-// interval of that median. Everything happens in a network namespace of its own.
 package main
 
 import (
+	"context"
 	"encoding/json"
+	"errors"
 	"flag"
 	"fmt"
-	"math"
+	"io/fs"
 	"os"
 	"os/exec"
+	"os/signal"
+	"path/filepath"
 	"runtime"
-	"sort"
+	"slices"
+	"strconv"
 	"strings"
 	"syscall"
-	"text/tabwriter"
+	"time"
 
 	"golang.org/x/sys/unix"
+
+	"bulkhead/pkg/cgroup"
 )
 
-// result is one row: nanoseconds of processor time for one connect and close.
-type result struct {
-	Name   string  `json:"name"`
-	Median float64 `json:"median_ns"`
-	P99    float64 `json:"p99_of_rounds_ns"`
-	// OverNone and OverEmpty are medians of the differences within a round, to no
-	// programs at all and to empty programs on the same hooks.
-	OverNone  float64 `json:"over_none_ns"`
-	OverEmpty float64 `json:"over_empty_ns"`
-	// OverEmptyLow and High are the 95 % interval of OverEmpty, from the order
-	// statistics of the rounds (a binomial interval: no assumption on their shape).
-	OverEmptyLow  float64 `json:"over_empty_low_ns"`
-	OverEmptyHigh float64 `json:"over_empty_high_ns"`
-	// Hooks are the median nanoseconds in each hook, by the kernel's statistics.
-	Hooks map[string]float64 `json:"hooks_ns,omitempty"`
+// options are the command line.
+type options struct {
+	sections []string
+	output   string
+	check    bool
+
+	rounds, connects       int
+	only                   string
+	rateRounds, httpRounds int
+
+	binary                      string // the agent's
+	slots, routes, compartments []int
+	idle, scraped               time.Duration
+
+	rig, cpuTest string // test/vm and test/cpu, built
+	kernels      string
+	jobs         int
+}
+
+var errUsage = errors.New("wrong use")
+
+func parseOptions(args []string) (options, error) {
+	var o options
+	f := flag.NewFlagSet("bench", flag.ContinueOnError)
+	sections := f.String("sections", "connect,throughput,growth,cpu", "what to measure, comma-separated")
+	f.StringVar(&o.output, "o", "table", "table or json")
+	f.BoolVar(&o.check, "check", false, "measure what has limits, and exit with 1 if one is missed")
+	f.IntVar(&o.rounds, "rounds", 201, "connect: turns of every configuration")
+	f.IntVar(&o.connects, "connects", 300, "connect: connects in a turn")
+	f.StringVar(&o.only, "only", "", "connect: comma-separated beginnings of the names of configurations to run; none and empty always run")
+	f.IntVar(&o.rateRounds, "rate-rounds", 201, "throughput: turns of every configuration")
+	f.IntVar(&o.httpRounds, "http-rounds", 31, "throughput: turns with wrk, a second each")
+	f.StringVar(&o.binary, "binary", "bin/bulkhead", "growth: the agent")
+	slots := f.String("slots", "1000,10000,100000,1000000", "growth: numbers of slots")
+	routes := f.String("routes", "10,100,1000,10000", "growth: numbers of routes")
+	compartments := f.String("compartments", "10,100,1000", "growth: numbers of compartments")
+	f.DurationVar(&o.idle, "idle", 31*time.Second, "growth: how long an agent is left alone to see what it uses; it reconciles every 30s")
+	f.DurationVar(&o.scraped, "scraped", 10*time.Second, "growth: how long it is scraped each second")
+	f.StringVar(&o.rig, "rig", "bin/vm", "cpu: test/vm")
+	f.StringVar(&o.cpuTest, "cpu-test", "bin/cpu.test", "cpu: the test binary of test/cpu, static and with the tag vm")
+	f.StringVar(&o.kernels, "kernels", "all", "cpu: kernels to boot, comma-separated: 6.1, 6.12, newest, or all")
+	f.IntVar(&o.jobs, "jobs", 2, "cpu: kernels to run at the same time")
+	if err := f.Parse(args); err != nil {
+		if errors.Is(err, flag.ErrHelp) {
+			return o, err
+		}
+		return o, fmt.Errorf("%w: %w", errUsage, err)
+	}
+	for _, s := range strings.Split(*sections, ",") {
+		if !slices.Contains([]string{"connect", "throughput", "growth", "cpu"}, s) {
+			return o, fmt.Errorf("%w: no section %q: there are connect, throughput, growth and cpu", errUsage, s)
+		}
+		o.sections = append(o.sections, s)
+	}
+	if f.NArg() > 0 || o.output != "table" && o.output != "json" {
+		return o, fmt.Errorf("%w: see -help", errUsage)
+	}
+	if o.check {
+		// Of growth only the size of a slot has a limit.
+		*slots, *routes, *compartments, o.idle, o.scraped = "100000", "", "", 0, 0
+	}
+	for list, into := range map[*string]*[]int{slots: &o.slots, routes: &o.routes, compartments: &o.compartments} {
+		for _, s := range strings.FieldsFunc(*list, func(r rune) bool { return r == ',' }) {
+			n, err := strconv.Atoi(s)
+			if err != nil || n < 1 {
+				return o, fmt.Errorf("%w: %q is no number", errUsage, s)
+			}
+			*into = append(*into, n)
+		}
+	}
+	for _, path := range []*string{&o.binary, &o.rig, &o.cpuTest} {
+		absolute, err := filepath.Abs(*path)
+		if err != nil {
+			return o, err
+		}
+		*path = absolute
+	}
+	return o, nil
 }
 
 func main() {
-	if len(os.Args) > 1 && os.Args[1] == "worker" {
-		work()
+	// The kernel kills what was started when the thread that started it ends, so that must
+	// be one that lives as long as we do.
+	runtime.LockOSThread()
+	// What this program starts is mostly itself.
+	roles := map[string]func([]string) error{"worker": work, "hold": hold, "http": serveHTTP, "pinned": pinned}
+	if len(os.Args) > 1 && roles[os.Args[1]] != nil {
+		if err := roles[os.Args[1]](os.Args[2:]); err != nil {
+			fmt.Fprintf(os.Stderr, "bench: %s: %v\n", os.Args[1], err)
+			os.Exit(1)
+		}
 		return
 	}
-	rounds := flag.Int("rounds", 201, "turns of every configuration")
-	connects := flag.Int("connects", 300, "connects in a turn")
-	output := flag.String("o", "table", "table or json")
-	only := flag.String("only", "", "comma-separated beginnings of the names of configurations to run; none and empty always run")
-	flag.Parse()
-	if err := run(*rounds, *connects, *output, *only); err != nil {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	err := run(ctx, os.Args[1:])
+	switch {
+	case errors.Is(err, flag.ErrHelp):
+	case errors.Is(err, errUsage):
+		fmt.Fprintln(os.Stderr, "bench:", err)
+		os.Exit(2)
+	case err != nil:
 		fmt.Fprintln(os.Stderr, "bench:", err)
 		os.Exit(1)
 	}
 }
 
-func run(rounds, connects int, output, only string) error {
+// places are what the process outside has made for the one inside, and removes.
+type places struct{ dir, cgroup string }
+
+const insideVar = "BULKHEAD_BENCH_INSIDE" // its value is places, with a colon between
+
+func run(ctx context.Context, args []string) error {
+	o, err := parseOptions(args)
+	if err != nil {
+		return err
+	}
 	if os.Geteuid() != 0 {
-		return fmt.Errorf("needs root: it attaches programs")
+		return errors.New("needs root: it attaches programs")
 	}
-	if os.Getenv("BULKHEAD_BENCH_INSIDE") == "" {
-		return inside()
+	// What was measured before something failed is shown all the same.
+	if dir, group, ok := strings.Cut(os.Getenv(insideVar), ":"); ok {
+		r, err := measure(ctx, o, places{dir, group})
+		return errors.Join(err, json.NewEncoder(os.Stdout).Encode(r))
 	}
-	lab, err := newLab()
+	var r report
+	if !slices.Equal(o.sections, []string{"cpu"}) {
+		err = outside(ctx, args, &r)
+	}
+	if err == nil && slices.Contains(o.sections, "cpu") {
+		r.CPU, err = cpuSection(ctx, o)
+	}
+	progress("")
+	var e error
+	r.Machine, e = thisMachine()
+	if err = errors.Join(err, e, r.print(os.Stdout, o.output)); err != nil {
+		return err
+	}
+	if o.check {
+		return r.check(os.Stderr)
+	}
+	return nil
+}
+
+// outside runs the same again in namespaces of its own, waits for the report, and removes
+// whatever may be left.
+func outside(ctx context.Context, args []string, r *report) (err error) {
+	tree, err := cgroup.Find("")
 	if err != nil {
 		return err
 	}
-	defer lab.close()
-	var chosen []*configuration
-	for _, c := range configurations() {
-		if only == "" || c.name == "none" || c.name == "empty" || hasPrefix(c.name, strings.Split(only, ",")) {
-			chosen = append(chosen, c)
-		}
+	p := places{cgroup: filepath.Join(tree.Dir, fmt.Sprintf("bulkhead-bench-%d", os.Getpid()))}
+	if p.dir, err = os.MkdirTemp("", "bulkhead-bench-"); err != nil {
+		return err
 	}
-	for _, c := range chosen {
-		if err := lab.start(c); err != nil {
-			return fmt.Errorf("%s: %w", c.name, err)
-		}
+	defer func() { err = errors.Join(err, os.RemoveAll(p.dir)) }()
+	if err := os.Mkdir(p.cgroup, 0o755); err != nil {
+		return err
 	}
-	times := make([][]float64, len(chosen))
-	for r := -1; r < rounds; r++ { // the first warms up
-		for i := range chosen {
-			j := (i + r + len(chosen)) % len(chosen) // nobody always follows the same one
-			t, err := lab.turn(chosen[j], connects)
-			if err != nil {
-				return fmt.Errorf("%s: %w", chosen[j].name, err)
+	defer func() { err = errors.Join(err, removeTree(p.cgroup)) }()
+
+	c := exec.CommandContext(ctx, "/proc/self/exe", args...)
+	c.Env = append(os.Environ(), insideVar+"="+p.dir+":"+p.cgroup)
+	c.Stderr = os.Stderr
+	// A process group of its own: an interrupt from the terminal comes to us alone, and
+	// those inside end in their order.
+	c.SysProcAttr = &syscall.SysProcAttr{
+		Cloneflags: syscall.CLONE_NEWNET | syscall.CLONE_NEWNS, Pdeathsig: syscall.SIGKILL, Setpgid: true,
+	}
+	c.Cancel = func() error { return c.Process.Signal(os.Interrupt) }
+	c.WaitDelay = 30 * time.Second
+	out, err := c.Output()
+	if ctx.Err() != nil {
+		err = errors.New("interrupted")
+	} else if err != nil {
+		err = fmt.Errorf("inside: %w", err)
+	}
+	if len(out) > 0 {
+		err = errors.Join(err, json.Unmarshal(out, r))
+	}
+	return err
+}
+
+// measure is all sections that run inside.
+func measure(ctx context.Context, o options, p places) (r report, err error) {
+	l, err := newLab(ctx, p)
+	if err != nil {
+		return r, err
+	}
+	defer l.close()
+	if slices.Contains(o.sections, "connect") {
+		var missing []string
+		if r.Connect, missing, err = l.connectSection(o.rounds, o.connects, o.only); err != nil {
+			return r, fmt.Errorf("connect: %w", err)
+		}
+		r.Missing = append(r.Missing, missing...)
+	}
+	if slices.Contains(o.sections, "throughput") {
+		var missing []string
+		if r.Throughput, missing, err = l.throughputSection(o.rateRounds, o.httpRounds); err != nil {
+			return r, fmt.Errorf("throughput: %w", err)
+		}
+		r.Missing = append(r.Missing, missing...)
+	}
+	if slices.Contains(o.sections, "growth") {
+		var missing []string
+		if r.Growth, missing, err = l.growthSection(o); err != nil {
+			return r, fmt.Errorf("growth: %w", err)
+		}
+		r.Missing = append(r.Missing, missing...)
+		if !o.check {
+			if r.Applies, err = l.applyTimes(11); err != nil {
+				return r, fmt.Errorf("growth: %w", err)
 			}
-			if r >= 0 {
-				times[j] = append(times[j], float64(t.Nanoseconds())/float64(connects))
-			}
 		}
-		fmt.Fprintf(os.Stderr, "\rround %d of %d ", r+1, rounds)
 	}
-	fmt.Fprintln(os.Stderr)
-	hooks, err := hookMedians(lab, chosen, rounds, connects)
+	return r, nil
+}
+
+func thisMachine() (machine, error) {
+	var u unix.Utsname
+	if err := unix.Uname(&u); err != nil {
+		return machine{}, err
+	}
+	m := machine{Kernel: unix.ByteSliceToString(u.Release[:]), CPUs: runtime.NumCPU()}
+	info, err := os.ReadFile("/proc/cpuinfo")
+	if err != nil {
+		return m, err
+	}
+	for _, line := range strings.Split(string(info), "\n") {
+		if name, value, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(name) == "model name" {
+			m.Model = strings.TrimSpace(value)
+		}
+	}
+	return m, nil
+}
+
+// removeTree kills what runs in a cgroup and below it (cgroup.kill, kernel 5.14), and
+// removes them all, the deepest first.
+func removeTree(dir string) error {
+	err := os.WriteFile(filepath.Join(dir, "cgroup.kill"), []byte("1"), 0)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("kill what runs in %s: %w", dir, err)
+	}
+	// A killed process leaves its cgroup a moment later; many sockets take their time.
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
+		if err := rmdirAll(dir); err == nil || time.Now().After(deadline) {
+			return err
+		}
+	}
+}
+
+func rmdirAll(dir string) error {
+	entries, err := os.ReadDir(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
 	if err != nil {
 		return err
 	}
-	var results []result
-	for i, c := range chosen {
-		over := differences(times[i], times[1])
-		half := 0.98 / math.Sqrt(float64(len(over))) // 1.96 * sqrt(0.5 * 0.5 / n)
-		results = append(results, result{
-			Name: c.name, Median: quantile(times[i], 0.5), P99: quantile(times[i], 0.99),
-			OverNone:  quantile(differences(times[i], times[0]), 0.5),
-			OverEmpty: quantile(over, 0.5), OverEmptyLow: quantile(over, max(0, 0.5-half)), OverEmptyHigh: quantile(over, min(1, 0.5+half)),
-			Hooks: hooks[i],
-		})
-	}
-	applies, err := lab.applyTimes(11)
-	if err != nil {
-		return err
-	}
-	return print(report{results, applies}, output)
-}
-
-// report is what one run gives.
-type report struct {
-	Connects []result  `json:"connects"`
-	Applies  []applied `json:"applies"`
-}
-
-// hookMedians measures the hooks of every configuration, in turns again.
-func hookMedians(lab *lab, chosen []*configuration, rounds, connects int) ([]map[string]float64, error) {
-	samples := make([]map[string][]float64, len(chosen))
-	for range rounds/20 + 1 {
-		for i, c := range chosen {
-			if len(c.programs) == 0 {
-				continue
-			}
-			times, err := lab.hookTimes(c, connects)
-			if err != nil {
-				return nil, fmt.Errorf("%s: %w", c.name, err)
-			}
-			if samples[i] == nil {
-				samples[i] = map[string][]float64{}
-			}
-			for hook, t := range times {
-				samples[i][hook] = append(samples[i][hook], t)
-			}
+	for _, e := range entries {
+		if e.IsDir() {
+			err = errors.Join(err, rmdirAll(filepath.Join(dir, e.Name())))
 		}
 	}
-	medians := make([]map[string]float64, len(chosen))
-	for i, s := range samples {
-		medians[i] = map[string]float64{}
-		for hook, v := range s {
-			medians[i][hook] = quantile(v, 0.5)
-		}
-	}
-	return medians, nil
-}
-
-func hasPrefix(s string, prefixes []string) bool {
-	for _, p := range prefixes {
-		if strings.HasPrefix(s, p) {
-			return true
-		}
-	}
-	return false
-}
-
-func differences(a, b []float64) []float64 {
-	d := make([]float64, len(a))
-	for i := range a {
-		d[i] = a[i] - b[i]
-	}
-	return d
-}
-
-func quantile(v []float64, q float64) float64 {
-	s := append([]float64(nil), v...)
-	sort.Float64s(s)
-	return s[min(int(q*float64(len(s))), len(s)-1)]
-}
-
-func print(all report, output string) error {
-	results := all.Connects
-	if output == "json" {
-		e := json.NewEncoder(os.Stdout)
-		e.SetIndent("", "  ")
-		return e.Encode(all)
-	}
-	w := tabwriter.NewWriter(os.Stdout, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(w, "connect+close\tmedian us\tp99 of rounds us\tover none us\tover empty us\t95 %\tratio to empty\tin hooks ns: connect\tsockops\trelease\t")
-	for _, r := range results {
-		fmt.Fprintf(w, "%s\t%.2f\t%.2f\t%+.2f\t%+.2f\t%+.2f to %+.2f\t%.3f\t%.0f\t%.0f\t%.0f\t\n", r.Name, r.Median/1e3, r.P99/1e3, r.OverNone/1e3, r.OverEmpty/1e3,
-			r.OverEmptyLow/1e3, r.OverEmptyHigh/1e3, 1+r.OverEmpty/results[1].Median, r.Hooks["connect4"], r.Hooks["sockops"], r.Hooks["sock_release"])
-	}
-	if err := w.Flush(); err != nil {
-		return err
-	}
-	fmt.Println()
-	w = tabwriter.NewWriter(os.Stdout, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(w, "apply a plan\tcompile ms\tfirst ms, with load and attach\tagain ms\t")
-	for _, a := range all.Applies {
-		fmt.Fprintf(w, "%s\t%.0f\t%.0f\t%.0f\t\n", a.Name, a.Compile, a.First, a.Apply)
-	}
-	return w.Flush()
-}
-
-// inside runs the same again in namespaces of its own.
-func inside() error {
-	c := exec.Command("/proc/self/exe", os.Args[1:]...)
-	c.Env = append(os.Environ(), "BULKHEAD_BENCH_INSIDE=1")
-	c.Stdout, c.Stderr = os.Stdout, os.Stderr
-	c.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET | syscall.CLONE_NEWNS, Pdeathsig: syscall.SIGKILL}
-	return c.Run()
-}
-
-// work connects and closes as often as its standard input says, and answers with
-// the nanoseconds of processor time that took: loopback's packets are handled within
-// the calls, and what else the machine does is not counted.
-func work() {
-	const listener = 3 // inherited
-	runtime.LockOSThread()
-	var all, one unix.CPUSet
-	if unix.SchedGetaffinity(0, &all) == nil {
-		for i := range 1024 {
-			if all.IsSet(i) {
-				one.Zero()
-				one.Set(i) // the last, which has fewer interrupts than the first
-			}
-		}
-		unix.SchedSetaffinity(0, &one) // without, there is more noise and nothing else
-	}
-	for {
-		var n int
-		if _, err := fmt.Scan(&n); err != nil {
-			return
-		}
-		var start int64
-		for i := range warmUp + n {
-			if i == warmUp {
-				start = threadTime()
-			}
-			fd, err := syscall.Socket(syscall.AF_INET, syscall.SOCK_STREAM|syscall.SOCK_CLOEXEC, 0)
-			if err != nil {
-				fmt.Println("socket:", err)
-				return
-			}
-			if err := syscall.Connect(fd, &syscall.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}, Port: port}); err != nil {
-				fmt.Println("connect:", err)
-				return
-			}
-			// The worker also takes the connection off the server's queue, so that no
-			// wake-up is measured and no memory grows cold. The listening socket was
-			// made outside of the measured cgroups, and so is what it accepts.
-			peer, _, err := syscall.Accept(listener)
-			if err != nil {
-				fmt.Println("accept:", err)
-				return
-			}
-			// A reset leaves no TIME_WAIT, so that ports do not run out.
-			syscall.SetsockoptLinger(fd, syscall.SOL_SOCKET, syscall.SO_LINGER, &syscall.Linger{Onoff: 1})
-			syscall.Close(fd)
-			syscall.Close(peer)
-		}
-		fmt.Println(threadTime() - start)
-	}
-}
-
-// warmUp is the number of connects of a turn that come before the measured ones: the
-// first meet caches that the configuration before has filled.
-const warmUp = 30
-
-func threadTime() int64 {
-	var t unix.Timespec
-	if err := unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &t); err != nil {
-		return 0 // cannot fail with this clock
-	}
-	return t.Nano()
+	return errors.Join(err, unix.Rmdir(dir))
 }

@@ -30,6 +30,9 @@ const (
 	// samples are the requests of a case. One cgroup needs fewer: each takes up to ten times
 	// as long, and its multiple is far from the limit.
 	samples, samplesStarved = 120, 60
+	// samplesBench are those of a case of the benchmark, which is about the slowest of a
+	// hundred, too.
+	samplesBench = 240
 	// starved is how much longer, at least, the handler takes in one cgroup with the
 	// parsers: if it did not, the load would be too small to show anything.
 	starved = 3.0
@@ -54,11 +57,7 @@ features:
 // A handler beside parsers of a lower class answers as if it were alone, and they work
 // on with what it leaves.
 func TestHandlerBesideParsers(t *testing.T) {
-	turnOn(t, "cpu", "memory")
-	n := &node{Env: kerneltest.New(t), t: t, dir: t.TempDir()}
-	// Before all cases, so that they differ in nothing but the parsers and the place.
-	// Outside of the slices an agent touches no CPU value.
-	n.startAgent(shares)
+	n := newNode(t)
 	together := n.in(n.Mkdir("together"))
 	alone := n.measure("alone", samples, together, nil)
 	one := n.measure("one cgroup", samplesStarved, together, together)
@@ -93,8 +92,45 @@ func TestHandlerBesideParsers(t *testing.T) {
 	}
 }
 
+// The table of docs/benchmarks.md: make bench runs it. It prints one line of JSON for each
+// case and judges nothing; the limits are test/bench's.
+func BenchmarkHandlerBesideParsers(b *testing.B) {
+	for b.Loop() {
+		n := newNode(b)
+		together := n.in(n.Mkdir("together"))
+		chat := n.through("chat")
+		alone := n.measure("alone", samplesBench, together, nil)
+		alone.print(b, alone)
+		for _, c := range []struct {
+			name            string
+			number          int
+			handler, parser starter
+		}{
+			{"one cgroup", samplesStarved, together, together},
+			// Two cgroups beside each other have equal weights unless somebody says otherwise.
+			{"equal weights", samplesBench, n.in(n.Mkdir("handler")), n.in(n.Mkdir("parsers"))},
+			{"realtime beside batch", samplesBench, chat, n.through("batch_parse")},
+			{"realtime beside background", samplesBench, chat, n.through("night_parse")},
+			{"SCHED_FIFO", samplesBench, n.fifo(together), together},
+		} {
+			n.measure(c.name, c.number, c.handler, c.parser).print(b, alone)
+		}
+	}
+}
+
+// newNode makes one with an agent. It starts before all cases, so that they differ in
+// nothing but the parsers and the place: outside of the slices an agent touches no CPU
+// value.
+func newNode(t testing.TB) *node {
+	t.Helper()
+	turnOn(t, "cpu", "memory")
+	n := &node{Env: kerneltest.New(t), t: t, dir: t.TempDir()}
+	n.startAgent(shares)
+	return n
+}
+
 // turnOn turns controllers on for the children of the root until the test ends.
-func turnOn(t *testing.T, controllers ...string) {
+func turnOn(t testing.TB, controllers ...string) {
 	t.Helper()
 	root, err := kerneltest.Root()
 	if err != nil {
@@ -129,12 +165,12 @@ func turnOn(t *testing.T, controllers ...string) {
 // node is what the test has to itself.
 type node struct {
 	*kerneltest.Env
-	t   *testing.T
+	t   testing.TB
 	dir string // its files
 }
 
-// starter gives a command that becomes this binary in a role, somewhere.
-type starter func(role string) *exec.Cmd
+// starter gives a command that becomes another in a role, somewhere.
+type starter func(role string, args ...string) *exec.Cmd
 
 // in starts inside a cgroup: the process is never anywhere else.
 func (n *node) in(cg kerneltest.Cgroup) starter {
@@ -143,17 +179,24 @@ func (n *node) in(cg kerneltest.Cgroup) starter {
 		n.t.Fatal(err)
 	}
 	n.t.Cleanup(func() { dir.Close() })
-	return func(role string) *exec.Cmd {
-		cmd := inRole(role, n.self())
+	return func(role string, args ...string) *exec.Cmd {
+		cmd := inRole(role, args...)
 		cmd.SysProcAttr = &syscall.SysProcAttr{UseCgroupFD: true, CgroupFD: int(dir.Fd())}
 		return cmd
 	}
 }
 
+// fifo starts the same, but in SCHED_FIFO.
+func (n *node) fifo(s starter) starter {
+	return func(role string, args ...string) *exec.Cmd {
+		return s(roleFIFO, append([]string{n.self(), role}, args...)...)
+	}
+}
+
 // through starts by bulkhead exec.
 func (n *node) through(feature string) starter {
-	return func(role string) *exec.Cmd {
-		return inRole(role, n.bulkhead("exec", "--feature", feature, "--", n.self())...)
+	return func(role string, args ...string) *exec.Cmd {
+		return inRole(role, n.bulkhead("exec", append([]string{"--feature", feature, "--"}, args...)...)...)
 	}
 }
 
@@ -227,7 +270,7 @@ func (n *node) measure(name string, number int, handler, parser starter) result 
 	n.t.Helper()
 	requests, toHandler := n.pipe()
 	fromHandler, answers := n.pipe()
-	h := handler(roleHandler)
+	h := handler(noRole, handlerCommand()...)
 	h.Stdin, h.Stdout = requests, answers
 	defer n.start(h)()
 
@@ -242,7 +285,7 @@ func (n *node) measure(name string, number int, handler, parser starter) result 
 		}
 		defer file.Close()
 		files = append(files, file.Name())
-		p := parser(roleParser)
+		p := parser(roleParser, n.self())
 		p.Stdout = file
 		defer n.start(p)()
 	}
@@ -253,7 +296,7 @@ func (n *node) measure(name string, number int, handler, parser starter) result 
 		return nil
 	})
 
-	prober := inRole(roleProber, n.self(), strconv.Itoa(number))
+	prober := inRole(roleFIFO, n.self(), roleProber, n.self(), strconv.Itoa(number))
 	prober.ExtraFiles = []*os.File{toHandler, fromHandler} // its 3 and 4
 	prober.Stderr = os.Stderr
 	before := n.documents(files)
@@ -341,6 +384,21 @@ func (r result) rate() float64 {
 	return float64(sum) / r.took.Seconds()
 }
 
+// print writes a line of JSON to standard output; times are milliseconds.
+func (r result) print(t testing.TB, alone result) {
+	t.Helper()
+	ms := func(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
+	line, err := json.Marshal(map[string]any{
+		"kernel": release(t), "case": r.name, "requests": len(r.latencies),
+		"p50_ms": ms(r.at(50)), "p95_ms": ms(r.at(95)), "p99_ms": ms(r.at(99)),
+		"p95_times_alone": r.times(alone), "documents_per_second": r.rate(),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	fmt.Println(string(line))
+}
+
 // table prints results, the first of which is that alone.
 func table(results ...result) string {
 	var b strings.Builder
@@ -364,7 +422,7 @@ func table(results ...result) string {
 }
 
 // release is that of the running kernel.
-func release(t *testing.T) string {
+func release(t testing.TB) string {
 	t.Helper()
 	var u unix.Utsname
 	if err := unix.Uname(&u); err != nil {

@@ -12,6 +12,10 @@
 //	make build
 //	go run ./test/vm -virtual -file bin/bulkhead:/bin/bulkhead ./test/cpu
 //
+// Its benchmark measures more cases with more requests and prints each as a line of JSON,
+// for the table of docs/benchmarks.md: the same, and both in cgroups of equal weights, and
+// a handler in SCHED_FIFO. `make bench` runs it.
+//
 // The binary is $BULKHEAD_BINARY, else the bulkhead in PATH. A guest whose kernel has no
 // cpu controller on cgroup v2 fails. The table of latencies is in the log.
 //
@@ -25,6 +29,7 @@
 // here is about, is no part of the time. What remains is the handler's: wake up, wait
 // for the CPU, work, be preempted and wait again.
 //
-// Handler, parsers and prober are this package's test binary again. A parser appends one
-// byte to a file for each document, so that a lowly class can be seen to work on.
+// The handler is an awk script; parsers and prober are this package's test binary again. A
+// parser appends one byte to a file for each document, so that a lowly class can be seen to
+// work on.
 package cpu

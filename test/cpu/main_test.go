@@ -4,7 +4,6 @@ package cpu
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
@@ -25,20 +24,27 @@ import (
 
 // What a test binary is, from its environment.
 const (
-	roleVar     = "BULKHEAD_CPU_TEST"
-	roleHandler = "handler"
-	roleParser  = "parser"
-	roleProber  = "prober"      // enters SCHED_FIFO and becomes the next
-	roleFIFO    = "prober-fifo" // probes
+	roleVar    = "BULKHEAD_CPU_TEST"
+	roleParser = "parser"
+	roleProber = "prober"
+	// roleFIFO enters SCHED_FIFO and becomes its arguments, the first of them a role.
+	roleFIFO = "fifo"
+	// noRole is that of a program that is not the test binary.
+	noRole = "none"
 )
 
 const (
 	// warmup are the requests before those that are measured.
 	warmup = 10
-	// work is the handler's for one request, in rounds of a loop of six
-	// instructions: about 2 ms in virtual time.
-	work = 300_000
+	// handler answers each line with a character, after about 2 ms of work in virtual time.
+	// It is a program of one thread. A Go program has one beside it that wakes up all the
+	// time, and that one of the same SCHED_FIFO priority never gets the CPU from: the two
+	// cases would differ by more than how they are scheduled.
+	handler = `{ for (i = 0; i < 470; i++) x += i * i; printf "."; fflush() }`
 )
+
+// handlerCommand is the handler: busybox is in every guest.
+func handlerCommand() []string { return []string{"busybox", "awk", handler} }
 
 func TestMain(m *testing.M) { os.Exit(runTests(m)) }
 
@@ -47,17 +53,15 @@ func runTests(m *testing.M) int {
 	switch role := os.Getenv(roleVar); role {
 	case "":
 		return kerneltest.Main(m)
-	case roleHandler:
-		err = handle(os.Stdin, os.Stdout)
 	case roleParser:
 		err = parse(os.Stdout)
 	case roleProber:
-		err = enterFIFO()
-	case roleFIFO:
 		var number int
 		if number, err = strconv.Atoi(os.Args[len(os.Args)-1]); err == nil {
 			err = probe(number, os.NewFile(3, "to the handler"), os.NewFile(4, "from the handler"), os.Stdout)
 		}
+	case roleFIFO:
+		err = enterFIFO(os.Args[1], os.Args[2:])
 	default:
 		err = fmt.Errorf("no role %q", role)
 	}
@@ -73,34 +77,6 @@ func inRole(role string, args ...string) *exec.Cmd {
 	cmd := exec.Command(args[0], args[1:]...)
 	cmd.Env = append(os.Environ(), roleVar+"="+role)
 	return cmd
-}
-
-// handle answers each byte with one, after some work.
-func handle(requests io.Reader, answers io.Writer) error {
-	debug.SetGCPercent(-1) // nothing is allocated; latency shall be the scheduler's
-	b := make([]byte, 1)
-	for {
-		if _, err := io.ReadFull(requests, b); errors.Is(err, io.EOF) {
-			return nil
-		} else if err != nil {
-			return err
-		}
-		b[0] = toil()
-		if _, err := answers.Write(b); err != nil {
-			return err
-		}
-	}
-}
-
-// toil needs CPU. Its result must be used, or the compiler leaves the loop out.
-//
-//go:noinline
-func toil() byte {
-	x := 0
-	for i := range work {
-		x += i * i
-	}
-	return byte(x)
 }
 
 // parse parses a document again and again and writes a byte after each.
@@ -126,23 +102,23 @@ func parse(done io.Writer) error {
 	}
 }
 
-// enterFIFO becomes the prober with all its threads in SCHED_FIFO: execve(2) keeps the
+// enterFIFO becomes a program with all its threads in SCHED_FIFO: execve(2) keeps the
 // policy and leaves one thread, which those that it makes take the policy from
 // (sched(7)). It returns only if it failed.
-func enterFIFO() error {
+func enterFIFO(role string, args []string) error {
 	runtime.LockOSThread()
 	fifo := unix.SchedAttr{Size: unix.SizeofSchedAttr, Policy: unix.SCHED_FIFO, Priority: 1}
 	if err := unix.SchedSetAttr(0, &fifo, 0); err != nil {
 		return fmt.Errorf("enter SCHED_FIFO: %w", err)
 	}
-	self, err := os.Executable()
+	path, err := exec.LookPath(args[0])
 	if err != nil {
 		return err
 	}
-	if err := os.Setenv(roleVar, roleFIFO); err != nil {
+	if err := os.Setenv(roleVar, role); err != nil {
 		return err
 	}
-	return syscall.Exec(self, os.Args, os.Environ())
+	return syscall.Exec(path, args, os.Environ())
 }
 
 // probe sends requests and reports how long each took, as JSON in nanoseconds.
@@ -152,13 +128,14 @@ func probe(number int, to io.Writer, from io.Reader, report io.Writer) error {
 	latencies := make([]time.Duration, 0, warmup+number)
 	b := make([]byte, 1)
 	for range warmup + number {
+		b[0] = '\n'
 		time.Sleep(10*time.Millisecond + time.Duration(random.Int64N(int64(5*time.Millisecond))))
 		began := time.Now()
 		if _, err := to.Write(b); err != nil {
 			return err
 		}
 		if _, err := io.ReadFull(from, b); err != nil {
-			return err
+			return fmt.Errorf("the handler's answer: %w", err)
 		}
 		latencies = append(latencies, time.Since(began))
 	}

@@ -1,0 +1,183 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"text/tabwriter"
+)
+
+// errMissed is a limit that was missed, or could not be judged.
+var errMissed = errors.New("missed")
+
+// The limits: what a release must reach, all of it within one run.
+const (
+	// fiveOfNFT is how much of the overhead of nft's five rules five bulkheads may have.
+	fiveOfNFT = 0.5
+	// fiveOverEmpty is how much more than empty programs they may cost, as a part of a
+	// whole connect: 0.6 us of the 8.3 us that a loopback connect takes on the machine
+	// that the limit was set on.
+	fiveOverEmpty = 0.073
+	// Rates with our programs, as parts of that without.
+	leastBulk, leastExchange, leastUntracked = 0.99, 0.97, 0.99
+	// How much longer 95 of a hundred requests to a realtime handler may take beside
+	// parsers than alone, and 99 of a hundred than in SCHED_FIFO.
+	mostP95OfAlone, mostP99OfFIFO = 1.05, 1.15
+	// mostSlot is what a slot may take of the kernel's memory, in bytes.
+	mostSlot = 256
+)
+
+// verdict is one limit and what came of it.
+type verdict struct {
+	What     string
+	Limit    string
+	Measured string // "not measured" if so
+	OK       bool
+}
+
+// check prints the verdicts; errMissed if any is bad.
+func (r *report) check(out io.Writer) error {
+	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+	missed := 0
+	for _, v := range verdicts(r) {
+		word := "ok"
+		if !v.OK {
+			word = "MISSED"
+			missed++
+		}
+		fmt.Fprintf(w, "%s\t%s\tlimit %s\t%s\t\n", word, v.What, v.Limit, v.Measured)
+	}
+	if err := w.Flush(); err != nil {
+		return err
+	}
+	if missed > 0 {
+		return fmt.Errorf("%d limits %w", missed, errMissed)
+	}
+	return nil
+}
+
+// verdicts judges a report. What was not measured is not reached.
+func verdicts(r *report) []verdict {
+	all := connectVerdicts(r.Connect)
+	all = append(all, rateVerdicts(r.Throughput)...)
+	all = append(all, cpuVerdicts(r.CPU)...)
+	return append(all, slotVerdict(r.Growth))
+}
+
+func unmeasured(what, limit string) verdict {
+	return verdict{What: what, Limit: limit, Measured: "not measured"}
+}
+
+func connectVerdicts(rows []connectRow) (all []verdict) {
+	row := map[string]*connectRow{}
+	for i := range rows {
+		row[rows[i].Name] = &rows[i]
+	}
+	none, five, nft := row[rowNone], row[rowFive], row[rowNFT5]
+
+	what, limit := "connect: overhead of five bulkheads, as a part of nft's five rules", fmt.Sprintf("%.2f", fiveOfNFT)
+	switch {
+	case five == nil || nft == nil:
+		all = append(all, unmeasured(what, limit))
+	default:
+		part := five.OverNone.Median / nft.OverNone.Median
+		all = append(all, verdict{what, limit, fmt.Sprintf("%.2f (%+.2f of %+.2f us)", part, five.OverNone.Median/1e3, nft.OverNone.Median/1e3),
+			nft.OverNone.Median > 0 && part <= fiveOfNFT})
+	}
+
+	what, limit = "connect: five bulkheads over empty programs, as a part of a connect", fmt.Sprintf("%.1f %%", fiveOverEmpty*100)
+	switch {
+	case none == nil || five == nil:
+		all = append(all, unmeasured(what, limit))
+	default:
+		part := five.OverEmpty.Median / none.Median
+		all = append(all, verdict{what, limit, fmt.Sprintf("%.1f %% (%+.2f us of %.2f us)", part*100, five.OverEmpty.Median/1e3, none.Median/1e3), part <= fiveOverEmpty})
+	}
+
+	for _, grown := range []struct {
+		what string
+		name func(int) string
+	}{{"routes", rowRoutes}, {"prefixes", rowPrefixes}} {
+		what, limit := "connect: 10000 "+grown.what+" cost what 10 do", "intervals that meet"
+		few, many := row[grown.name(10)], row[grown.name(10000)]
+		if few == nil || many == nil {
+			all = append(all, unmeasured(what, limit))
+			continue
+		}
+		a, b := few.OverEmpty, many.OverEmpty
+		all = append(all, verdict{what, limit,
+			fmt.Sprintf("over empty %+.2f to %+.2f us, and %+.2f to %+.2f us", a.Low/1e3, a.High/1e3, b.Low/1e3, b.High/1e3),
+			a.Low <= b.High && b.Low <= a.High})
+	}
+	return all
+}
+
+// rateVerdicts are misses only if the whole interval is below the limit.
+func rateVerdicts(rows []rateRow) (all []verdict) {
+	for _, l := range []struct {
+		traffic, name string
+		least         float64
+	}{
+		{trafficBulk, rowCounted, leastBulk},
+		{trafficExchange, rowCounted, leastExchange},
+		{trafficBulk, rowUntracked, leastUntracked},
+		{trafficExchange, rowUntracked, leastUntracked},
+	} {
+		v := unmeasured("throughput: "+l.traffic+", "+l.name+", as a part of without", fmt.Sprintf("%.2f", l.least))
+		for _, r := range rows {
+			if r.Traffic == l.traffic && r.Name == l.name {
+				v.Measured = fmt.Sprintf("%.4f (%.4f to %.4f)", r.Ratio.Median, r.Ratio.Low, r.Ratio.High)
+				v.OK = r.Ratio.High >= l.least
+			}
+		}
+		all = append(all, v)
+	}
+	return all
+}
+
+func cpuVerdicts(rows []cpuRow) (all []verdict) {
+	kernels, row := []string{}, map[[2]string]cpuRow{}
+	for _, r := range rows {
+		if _, known := row[[2]string{r.Kernel, caseAlone}]; !known && r.Case == caseAlone {
+			kernels = append(kernels, r.Kernel)
+		}
+		row[[2]string{r.Kernel, r.Case}] = r
+	}
+	p95, p99 := fmt.Sprintf("%.2f", mostP95OfAlone), fmt.Sprintf("%.2f", mostP99OfFIFO)
+	if len(kernels) == 0 {
+		return []verdict{unmeasured("cpu: realtime beside parsers", p95+" and "+p99)}
+	}
+	for _, k := range kernels {
+		alone, fifo := row[[2]string{k, caseAlone}], row[[2]string{k, caseFIFO}]
+		for _, name := range []string{caseBatch, caseBackground} {
+			r, ok := row[[2]string{k, name}]
+			for _, l := range []struct {
+				what, limit string
+				x, of, most float64
+			}{
+				{"p95, as a multiple of alone", p95, r.P95, alone.P95, mostP95OfAlone},
+				{"p99, as a multiple of SCHED_FIFO's", p99, r.P99, fifo.P99, mostP99OfFIFO},
+			} {
+				v := unmeasured(fmt.Sprintf("cpu: %s: %s: %s", k, name, l.what), l.limit)
+				if ok && l.of > 0 {
+					v.Measured = fmt.Sprintf("%.2f (%.2f of %.2f ms)", l.x/l.of, l.x, l.of)
+					v.OK = l.x/l.of <= l.most
+				}
+				all = append(all, v)
+			}
+		}
+	}
+	return all
+}
+
+// slotVerdict is about the largest number of slots that there is.
+func slotVerdict(rows []grownRow) verdict {
+	v := unmeasured("growth: kernel memory of a slot", fmt.Sprintf("%d bytes", mostSlot))
+	for _, r := range rows {
+		if r.What == whatSlots {
+			v.Measured = fmt.Sprintf("%.0f bytes (of %d)", r.BytesPerSlot, r.Count)
+			v.OK = r.BytesPerSlot > 0 && r.BytesPerSlot <= mostSlot
+		}
+	}
+	return v
+}

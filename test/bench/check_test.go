@@ -1,0 +1,198 @@
+package main
+
+import (
+	"errors"
+	"io"
+	"strings"
+	"testing"
+)
+
+// good is a report that just reaches every limit.
+func good() *report {
+	at := func(m float64) estimate { return estimate{m, m - 50, m + 50} }
+	r := &report{
+		Connect: []connectRow{
+			{Name: rowNone, Median: 8300},
+			{Name: rowFive, OverNone: at(1200), OverEmpty: at(605)},
+			{Name: rowNFT5, OverNone: at(2400)},
+			{Name: rowRoutes(10), OverEmpty: at(600)}, {Name: rowRoutes(10000), OverEmpty: at(690)},
+			{Name: rowPrefixes(10), OverEmpty: at(600)}, {Name: rowPrefixes(10000), OverEmpty: at(510)},
+		},
+		Throughput: []rateRow{
+			{Traffic: trafficBulk, Name: rowCounted, Ratio: estimate{0.98, 0.97, 0.99}},
+			{Traffic: trafficExchange, Name: rowCounted, Ratio: estimate{0.96, 0.95, 0.97}},
+			{Traffic: trafficBulk, Name: rowUntracked, Ratio: estimate{0.99, 0.98, 1}},
+			{Traffic: trafficExchange, Name: rowUntracked, Ratio: estimate{0.98, 0.97, 0.99}},
+		},
+		Growth: []grownRow{{What: "routes", Count: 10}, {What: whatSlots, Count: 1000, BytesPerSlot: 900}, {What: whatSlots, Count: 100000, BytesPerSlot: 256}},
+	}
+	for _, k := range []string{"6.1.0", "6.12.0"} {
+		r.CPU = append(r.CPU, cpuRow{Kernel: k, Case: caseAlone, P95: 2, P99: 2},
+			cpuRow{Kernel: k, Case: caseBatch, P95: 2.1, P99: 2.3}, cpuRow{Kernel: k, Case: caseBackground, P95: 2, P99: 2.2},
+			cpuRow{Kernel: k, Case: caseFIFO, P95: 2, P99: 2})
+	}
+	return r
+}
+
+func TestLimits(t *testing.T) {
+	if err := good().check(io.Discard); err != nil {
+		t.Fatalf("what reaches every limit: %v: %+v", err, verdicts(good()))
+	}
+	for _, c := range []struct {
+		name  string
+		spoil func(*report)
+		want  string // in the one verdict that is bad
+	}{
+		{"half of nft's", func(r *report) { r.Connect[1].OverNone.Median = 1201 }, "nft's five rules"},
+		{"nft costs nothing", func(r *report) { r.Connect[2].OverNone.Median = -5 }, "nft's five rules"},
+		{"no nft", func(r *report) { r.Connect[2].Name = "" }, "nft's five rules"},
+		{"over empty", func(r *report) { r.Connect[1].OverEmpty.Median = 606 }, "over empty"},
+		{"routes", func(r *report) { r.Connect[4].OverEmpty = estimate{701, 651, 751} }, "10000 routes"},
+		{"routes, cheaper", func(r *report) { r.Connect[4].OverEmpty = estimate{500, 450, 549} }, "10000 routes"},
+		{"prefixes", func(r *report) { r.Connect[6].OverEmpty = estimate{701, 651, 751} }, "10000 prefixes"},
+		{"no prefixes", func(r *report) { r.Connect = r.Connect[:6] }, "10000 prefixes"},
+		{"bulk", func(r *report) { r.Throughput[0].Ratio.High = 0.9899 }, "bulk TCP, bytes counted"},
+		{"small", func(r *report) { r.Throughput[1].Ratio.High = 0.9699 }, "response, TCP, bytes counted"},
+		{"bulk untracked", func(r *report) { r.Throughput[2].Ratio.High = 0.9899 }, "bulk TCP, untracked"},
+		{"small untracked", func(r *report) { r.Throughput[3].Ratio.High = 0.9899 }, "response, TCP, untracked"},
+		{"no small untracked", func(r *report) { r.Throughput = r.Throughput[:3] }, "response, TCP, untracked"},
+		{"p95", func(r *report) { r.CPU[5].P95 = 2.11 }, "6.12.0: realtime beside batch: p95"},
+		{"p95, the other class", func(r *report) { r.CPU[2].P95 = 2.11 }, "6.1.0: realtime beside background: p95"},
+		{"p99", func(r *report) { r.CPU[1].P99 = 2.31 }, "6.1.0: realtime beside batch: p99"},
+		{"no class", func(r *report) { r.CPU[6].Case, r.CPU[6].P95, r.CPU[6].P99 = "", 0, 0 }, "6.12.0: realtime beside background"},
+		{"no CPU", func(r *report) { r.CPU = nil }, "cpu:"},
+		{"slot", func(r *report) { r.Growth[2].BytesPerSlot = 257 }, "slot"},
+		{"no slots", func(r *report) { r.Growth = r.Growth[:1] }, "slot"},
+	} {
+		r := good()
+		c.spoil(r)
+		bad := 0
+		for _, v := range verdicts(r) {
+			if v.OK {
+				continue
+			}
+			bad++
+			if !strings.Contains(v.What, c.want) {
+				t.Errorf("%s: missed %s, want one about %q", c.name, v.What, c.want)
+			}
+			if v.Limit == "" || v.Measured == "" {
+				t.Errorf("%s: a verdict without limit or measure: %+v", c.name, v)
+			}
+		}
+		if bad == 0 {
+			t.Errorf("%s: no limit missed", c.name)
+		}
+		if err := r.check(io.Discard); !errors.Is(err, errMissed) {
+			t.Errorf("%s: %v, want %v", c.name, err, errMissed)
+		}
+	}
+}
+
+// Nothing measured is nothing reached.
+func TestEmptyReport(t *testing.T) {
+	for _, v := range verdicts(&report{}) {
+		if v.OK {
+			t.Errorf("%s is ok", v.What)
+		}
+	}
+}
+
+func TestEstimated(t *testing.T) {
+	var v []float64
+	for i := range 101 {
+		v = append(v, float64((i*37)%101)) // 0 to 100 in no order
+	}
+	// 0.5 +- 0.98/sqrt(101) of 101 values.
+	if got, want := estimated(v), (estimate{50, 40, 60}); got != want {
+		t.Errorf("got %v, want %v", got, want)
+	}
+	if got, want := estimated([]float64{3}), (estimate{3, 3, 3}); got != want {
+		t.Errorf("of one: got %v, want %v", got, want)
+	}
+	if got := median(ratios([]float64{2, 9, 4}, []float64{1, 3, 4})); got != 2 {
+		t.Errorf("median of 2, 3, 1 is %v", got)
+	}
+	if got := median(differences([]float64{2, 9, 4}, []float64{1, 3, 4})); got != 1 {
+		t.Errorf("median of 1, 6, 0 is %v", got)
+	}
+}
+
+// The sizes are what their names say, and every policy compiles.
+func TestPolicies(t *testing.T) {
+	for _, n := range []int{10, 100, 1000, 10000} {
+		z, err := routed(n)
+		if err != nil {
+			t.Fatal(err)
+		}
+		plan, err := compiled(z.text())
+		if err != nil {
+			t.Fatalf("%d routes: %v", n, err)
+		}
+		if len(plan.Routes) != n {
+			t.Errorf("%d routes, want %d", len(plan.Routes), n)
+		}
+	}
+	for _, n := range []int{10, 100, 1000} {
+		plan, err := compiled(size{features: n - 2, flat: true}.text())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(plan.Compartments) != n {
+			t.Errorf("%d compartments, want %d", len(plan.Compartments), n)
+		}
+	}
+	for _, n := range []int{1, 10, 10000} {
+		plan, err := compiled(size{prefixes: n}.text())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := len(plan.Destinations); got != n+1 {
+			t.Errorf("%d destinations, want %d and the server's", got, n)
+		}
+	}
+	for holds, text := range map[int]string{5: size{held: true}.text(), 7: size{seven: true}.text(), 2: single} {
+		plan, err := compiled(text)
+		if err != nil {
+			t.Fatal(err)
+		}
+		most := 0
+		for _, r := range plan.Routes {
+			if plan.Providers[r.Provider].Name == "p" {
+				most = max(most, len(r.Holds))
+			}
+		}
+		if most != holds {
+			t.Errorf("%d bulkheads on a route, want %d, of\n%s", most, holds, text)
+		}
+	}
+	for _, text := range []string{elsewhere, counted, udpElsewhere, udpCounted, far(10000)} {
+		if _, err := compiled(text); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func TestRequests(t *testing.T) {
+	report := "Running 1s test @ http://127.0.0.1:9005/\n  1 threads and 16 connections\n  11234 requests in 1.10s, 4.02MB read\nRequests/sec:  10212.72\n"
+	if n, err := requests(report); err != nil || n != 11234 {
+		t.Errorf("%v, %v", n, err)
+	}
+	for _, bad := range []string{"", "Running 1s test", report + "  Socket errors: connect 0, read 1, write 0, timeout 0\n"} {
+		if n, err := requests(bad); err == nil {
+			t.Errorf("%q gives %v", bad, n)
+		}
+	}
+}
+
+func TestCPURows(t *testing.T) {
+	rows, log, err := cpuRows(strings.NewReader("6.1 | goos: linux\n6.1 | "+`{"kernel":"6.1.0-x","case":"alone","requests":240,"p95_ms":2.5}`+"\n6.1  6.1.0-x  ok\n"), func(cpuRow) {})
+	if err != nil || len(rows) != 1 || rows[0].P95 != 2.5 || rows[0].Case != caseAlone || rows[0].Kernel != "6.1.0-x" {
+		t.Errorf("%v, %v", rows, err)
+	}
+	if !strings.Contains(log, "goos") {
+		t.Errorf("log is %q", log)
+	}
+	if _, _, err := cpuRows(strings.NewReader("6.1 | {not JSON\n"), func(cpuRow) {}); err == nil {
+		t.Error("no error of what is not JSON")
+	}
+}

@@ -1,0 +1,90 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os/exec"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// cpuRow is one line of what test/cpu's benchmark prints: milliseconds of virtual time
+// that a handler takes.
+type cpuRow struct {
+	Kernel     string  `json:"kernel"`
+	Case       string  `json:"case"`
+	Requests   int     `json:"requests"`
+	P50        float64 `json:"p50_ms"`
+	P95        float64 `json:"p95_ms"`
+	P99        float64 `json:"p99_ms"`
+	TimesAlone float64 `json:"p95_times_alone"`
+	Documents  float64 `json:"documents_per_second"`
+}
+
+// Cases that limits are about, as test/cpu names them.
+const (
+	caseAlone      = "alone"
+	caseBatch      = "realtime beside batch"
+	caseBackground = "realtime beside background"
+	caseFIFO       = "SCHED_FIFO"
+)
+
+// cpuSection runs test/cpu's benchmark in virtual machines.
+func cpuSection(ctx context.Context, o options) ([]cpuRow, error) {
+	progress("cpu: boot kernels (%s)", o.kernels)
+	cmd := exec.CommandContext(ctx, o.rig, "-virtual", "-kernel", o.kernels, "-jobs", fmt.Sprint(o.jobs), "-timeout", "20m",
+		"-file", o.binary+":/bin/bulkhead", "-file", o.cpuTest+":/bin/cpu.test",
+		"--", "/bin/cpu.test", "-test.run", "^$", "-test.bench", ".", "-test.benchtime", "1x", "-test.timeout", "20m")
+	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGINT) }
+	cmd.WaitDelay = 10 * time.Second
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+	var failure bytes.Buffer
+	cmd.Stderr = &failure
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		return nil, err
+	}
+	if err := cmd.Start(); err != nil {
+		return nil, fmt.Errorf("cpu: the rig (make bench builds it): %w", err)
+	}
+	rows, log, readErr := cpuRows(out, func(r cpuRow) { progress("cpu: %s: %s", r.Kernel, r.Case) })
+	if err := cmd.Wait(); err != nil {
+		return rows, fmt.Errorf("cpu: %w\n%s%s", err, log, &failure)
+	}
+	if readErr != nil {
+		return nil, fmt.Errorf("cpu: %w", readErr)
+	}
+	if len(rows) == 0 {
+		return nil, errors.New("cpu: the guests have said nothing:\n" + log)
+	}
+	return rows, nil
+}
+
+// cpuRows are those in the rig's output, whose lines start with the kernel's name, each
+// told as it comes; log is the rest.
+func cpuRows(out io.Reader, told func(cpuRow)) (rows []cpuRow, log string, err error) {
+	lines := bufio.NewScanner(out)
+	for lines.Scan() {
+		_, text, ok := strings.Cut(lines.Text(), " | {")
+		if !ok {
+			log += lines.Text() + "\n"
+			continue
+		}
+		var r cpuRow
+		if err := json.Unmarshal([]byte("{"+text), &r); err != nil {
+			return nil, log, fmt.Errorf("%w in %s", err, lines.Text())
+		}
+		told(r)
+		rows = append(rows, r)
+	}
+	// Kernels that ran at the same time have told their rows in between each other.
+	slices.SortStableFunc(rows, func(a, b cpuRow) int { return strings.Compare(a.Kernel, b.Kernel) })
+	return rows, log, lines.Err()
+}
