@@ -164,7 +164,7 @@ enum slot_flag {
  */
 struct slot {
 	__u64 word;
-	__u64 born_ns;		   /* CLOCK_MONOTONIC */
+	__u64 born_ns;		   /* CLOCK_MONOTONIC_COARSE: up to a tick, 1 to 10 ms, early */
 	__u64 netns;		   /* network namespace cookie */
 	__u32 traffic;		   /* names the feature, tenant and provider */
 	__u32 n;
