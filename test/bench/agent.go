@@ -59,8 +59,12 @@ func (l *lab) startNode(name, binary string, z size) (n *node, took float64, err
 	if err := os.WriteFile(n.policy, []byte(z.text()), 0o600); err != nil {
 		return nil, 0, err
 	}
+	room := conn.DefaultMaxSlots
+	if z.held {
+		room = 1 << 20 // the most that are held, and the worker's
+	}
 	n.cmd = exec.Command(binary, "agent", "--policy", n.policy, "--ready-file", ready, "--web.listen-address", metricsAddress,
-		"--cgroup-root", dir, "--bpffs", n.o.BPFFS, "--admin-socket", socket)
+		"--cgroup-root", dir, "--bpffs", n.o.BPFFS, "--admin-socket", socket, "--max-connections", fmt.Sprint(room))
 	n.cmd.Stderr = &n.log
 	n.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	begun := time.Now()

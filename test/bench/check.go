@@ -18,11 +18,17 @@ const (
 	// whole connect: 0.6 us of the 8.3 us that a loopback connect takes on the machine
 	// that the limit was set on.
 	fiveOverEmpty = 0.073
-	// Rates with our programs, as parts of that without.
+	// noMatchOverEmpty is the same of a connect that matches no provider: 0.15 us of 8.3.
+	noMatchOverEmpty = 0.018
+	// Rates with our programs, as parts of that without; leastUntracked also of rates where
+	// programs see packets, as parts of that with empty ones there.
 	leastBulk, leastExchange, leastUntracked = 0.99, 0.97, 0.99
 	// How much longer 95 of a hundred requests to a realtime handler may take beside
 	// parsers than alone, and 99 of a hundred than in SCHED_FIFO.
 	mostP95OfAlone, mostP99OfFIFO = 1.05, 1.15
+	// mostApply is how long 10,000 prefixes and 1,000 routes may take from text to in
+	// force, in milliseconds.
+	mostApply = 1000
 	// mostSlot is what a slot may take of the kernel's memory, in bytes.
 	mostSlot = 256
 )
@@ -61,7 +67,7 @@ func verdicts(r *report) []verdict {
 	all := connectVerdicts(r.Connect)
 	all = append(all, rateVerdicts(r.Throughput)...)
 	all = append(all, cpuVerdicts(r.CPU)...)
-	return append(all, slotVerdict(r.Growth))
+	return append(all, slotVerdict(r.Growth), applyVerdict(r.Applies))
 }
 
 func unmeasured(what, limit string) verdict {
@@ -92,6 +98,18 @@ func connectVerdicts(rows []connectRow) (all []verdict) {
 	default:
 		part := five.OverEmpty.Median / none.Median
 		all = append(all, verdict{what, limit, fmt.Sprintf("%.1f %% (%+.2f us of %.2f us)", part*100, five.OverEmpty.Median/1e3, none.Median/1e3), part <= fiveOverEmpty})
+	}
+
+	// What is measured is about as small as the noise, so only an interval that is wholly
+	// above is a miss.
+	what, limit = "connect: no match over empty programs, as a part of a connect", fmt.Sprintf("%.1f %%", noMatchOverEmpty*100)
+	switch no := row[rowNoMatch]; {
+	case none == nil || no == nil:
+		all = append(all, unmeasured(what, limit))
+	default:
+		e := no.OverEmpty
+		all = append(all, verdict{what, limit, fmt.Sprintf("%.1f %% (%+.2f us, %+.2f to %+.2f, of %.2f us)",
+			e.Median/none.Median*100, e.Median/1e3, e.Low/1e3, e.High/1e3, none.Median/1e3), e.Low/none.Median <= noMatchOverEmpty})
 	}
 
 	for _, grown := range []struct {
@@ -129,6 +147,24 @@ func rateVerdicts(rows []rateRow) (all []verdict) {
 				v.Measured = fmt.Sprintf("%.4f (%.4f to %.4f)", r.Ratio.Median, r.Ratio.Low, r.Ratio.High)
 				v.OK = r.Ratio.High >= l.least
 			}
+		}
+		all = append(all, v)
+	}
+	for _, traffic := range []string{trafficBulk, trafficExchange, trafficDatagrams} {
+		v := unmeasured("throughput: "+traffic+", "+rowBesideUDP+", as a part of empty programs", fmt.Sprintf("%.2f", leastUntracked))
+		var ours, empty *estimate
+		for i, r := range rows {
+			switch {
+			case r.Traffic == traffic && r.Name == rowBesideUDP:
+				ours = &rows[i].Ratio
+			case r.Traffic == traffic && r.Name == rowPackets:
+				empty = &rows[i].Ratio
+			}
+		}
+		if ours != nil && empty != nil && empty.Median > 0 {
+			m := empty.Median
+			v.Measured = fmt.Sprintf("%.4f (%.4f to %.4f)", ours.Median/m, ours.Low/m, ours.High/m)
+			v.OK = ours.High/m >= leastUntracked
 		}
 		all = append(all, v)
 	}
@@ -177,6 +213,18 @@ func slotVerdict(rows []grownRow) verdict {
 		if r.What == whatSlots {
 			v.Measured = fmt.Sprintf("%.0f bytes (of %d)", r.BytesPerSlot, r.Count)
 			v.OK = r.BytesPerSlot > 0 && r.BytesPerSlot <= mostSlot
+		}
+	}
+	return v
+}
+
+// applyVerdict is about the largest plan that there is.
+func applyVerdict(rows []applied) verdict {
+	v := unmeasured("growth: apply 10000 prefixes and 1000 routes", fmt.Sprintf("%d ms", mostApply))
+	for _, a := range rows {
+		if a.CIDRs >= 10000 && a.Routes >= 1000 {
+			v.Measured = fmt.Sprintf("%.0f ms (compile %.0f, apply %.0f)", a.Compile+a.Apply, a.Compile, a.Apply)
+			v.OK = a.Compile+a.Apply <= mostApply
 		}
 	}
 	return v

@@ -28,6 +28,7 @@ type connectRow struct {
 const (
 	rowNone, rowEmpty = "none", "empty"
 	rowFive           = "5 bulkheads"
+	rowNoMatch        = "no match"
 	rowNFT5           = "nft ct count, 5 rules"
 )
 
@@ -40,7 +41,7 @@ func connectConfigurations() ([]*configuration, error) {
 	all := []*configuration{
 		{name: rowNone},
 		{name: rowEmpty, empty: true},
-		{name: "no match", policy: elsewhere},
+		{name: rowNoMatch, policy: elsewhere},
 		{name: "no match, 10000 prefixes", policy: far(10000)},
 		{name: "counted, no limit", policy: counted},
 		{name: "1 limit, 2 bulkheads", policy: single},

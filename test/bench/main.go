@@ -81,7 +81,7 @@ func parseOptions(args []string) (options, error) {
 		return o, fmt.Errorf("%w: see -help", errUsage)
 	}
 	if o.check {
-		// Of growth only the size of a slot has a limit.
+		// Of growth only the size of a slot and the time of a reload have a limit.
 		*slots, *routes, *compartments, o.idle, o.scraped = "100000", "", "", 0, 0
 	}
 	for list, into := range map[*string]*[]int{slots: &o.slots, routes: &o.routes, compartments: &o.compartments} {
@@ -233,10 +233,8 @@ func measure(ctx context.Context, o options, p places) (r report, err error) {
 			return r, fmt.Errorf("growth: %w", err)
 		}
 		r.Missing = append(r.Missing, missing...)
-		if !o.check {
-			if r.Applies, err = l.applyTimes(11); err != nil {
-				return r, fmt.Errorf("growth: %w", err)
-			}
+		if r.Applies, err = l.applyTimes(11); err != nil {
+			return r, fmt.Errorf("growth: %w", err)
 		}
 	}
 	return r, nil
