@@ -3,6 +3,7 @@ package conn
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"syscall"
 	"testing"
@@ -237,9 +238,14 @@ features:
 `)
 	}
 	indexOf := func(k policy.Key) (uint32, bool) {
-		at, _, err := readNames(in.k.coll.Maps)
+		at, traffic, err := readNames(in.k.coll.Maps)
 		if err != nil {
 			in.Fatal(err)
+		}
+		// The Kernel's own Reader knows them without reading.
+		own, err := in.k.Reader().names()
+		if err != nil || !maps.Equal(own.bulkheads, at) || !maps.Equal(own.traffic, traffic) {
+			in.Fatalf("the Kernel's Reader knows %v (%v), pinned are %v and %v", own, err, at, traffic)
 		}
 		i, ok := at[k]
 		return i, ok

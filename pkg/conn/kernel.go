@@ -3,6 +3,7 @@ package conn
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -325,7 +326,17 @@ func (k *Kernel) remember(members []Member) {
 		f.members = append(f.members, m)
 	}
 	sortMembers(f.members)
+	if was := k.known.Load(); was != nil && k.tables.gen.Generation == was.gen.Generation {
+		f.names = was.names // only members have changed
+	} else {
+		f.names = k.names()
+	}
 	k.known.Store(f)
+}
+
+// names is a copy of the registries.
+func (k *Kernel) names() *names {
+	return &names{maps.Clone(k.bulkheads.at), maps.Clone(k.traffic.at)}
 }
 
 // Plan is the plan that this Kernel has applied last, nil before the first Apply.
@@ -588,9 +599,13 @@ func (k *Kernel) Forget() error {
 			heldB[s.Bulkheads[i]] = true
 		}
 	}
-	return errors.Join(
+	err = errors.Join(
 		k.bulkheads.retire(func(key policy.Key) bool { return bulkheads[key] }, heldB),
 		k.traffic.retire(func(key trafficKey) bool { return routes[key] }, heldT))
+	f := *k.known.Load()
+	f.names = k.names()
+	k.known.Store(&f)
+	return err
 }
 
 // Close ends this process's hold. Programs, limits and counts stay in force if they

@@ -43,6 +43,12 @@ func (n *kernelTrafficName) key() trafficKey {
 	return trafficKey{text(n.Feature[:]), text(n.Tenant[:]), text(n.Provider[:])}
 }
 
+// names are both registries as a value.
+type names struct {
+	bulkheads map[policy.Key]uint32
+	traffic   map[trafficKey]uint32
+}
+
 // readNames reads both registries.
 func readNames(maps map[string]*ebpf.Map) (map[policy.Key]uint32, map[trafficKey]uint32, error) {
 	bulkheads := make(map[policy.Key]uint32)

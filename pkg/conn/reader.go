@@ -65,6 +65,9 @@ type inForce struct {
 	gen     kernelGen
 	plan    *policy.Plan
 	members []Member
+	// names of the counts, of a Kernel's own Readers only: nobody else gives names
+	// while the Kernel is open, and to read them takes longer than all the rest.
+	names *names
 }
 
 // inForce reads the generation in force: as one, though it may be flipped while it
@@ -90,6 +93,17 @@ func (r *Reader) inForce() (*inForce, error) {
 		}
 	}
 	return nil, errors.New("read the generation in force: it changed ten times meanwhile")
+}
+
+// names are where the counts of what is. They are not to be changed.
+func (r *Reader) names() (*names, error) {
+	if r.known != nil {
+		if f := r.known.Load(); f != nil {
+			return f.names, nil
+		}
+	}
+	b, t, err := readNames(r.maps)
+	return &names{b, t}, err
 }
 
 // Plan reads the plan in force alone, which is much cheaper than a Snapshot.
@@ -239,10 +253,11 @@ func (r *Reader) Snapshot(ctx context.Context) (*Snapshot, error) {
 	if err != nil {
 		return nil, err
 	}
-	bulkheadAt, trafficAt, err := readNames(r.maps)
+	at, err := r.names()
 	if err != nil {
 		return nil, err
 	}
+	bulkheadAt, trafficAt := at.bulkheads, at.traffic
 	s := &Snapshot{Time: time.Now(), Generation: f.gen.Generation, Plan: f.plan, Members: f.members}
 	if s.Bulkheads, err = r.bulkheads(f.plan, bulkheadAt); err != nil {
 		return nil, err
@@ -442,11 +457,11 @@ func byReason(n []uint64) map[string]uint64 {
 // Refusals are the last ones told on each route, newest first. It is cheap: the
 // agent asks once a second.
 func (r *Reader) Refusals() ([]Refusal, error) {
-	b, t, err := readNames(r.maps)
+	at, err := r.names()
 	if err != nil {
 		return nil, err
 	}
-	return r.refusals(b, t)
+	return r.refusals(at.bulkheads, at.traffic)
 }
 
 func (r *Reader) refusals(bulkheadAt map[policy.Key]uint32, trafficAt map[trafficKey]uint32) ([]Refusal, error) {
