@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"text/tabwriter"
 )
 
 // errMissed is a limit that was missed, or could not be judged.
@@ -42,18 +41,20 @@ type verdict struct {
 }
 
 // check prints the verdicts; errMissed if any is bad.
-func (r *report) check(out io.Writer) error {
-	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+func (r *report) check(out io.Writer, format string) error {
 	missed := 0
-	for _, v := range verdicts(r) {
-		word := "ok"
-		if !v.OK {
-			word = "MISSED"
-			missed++
+	err := printTable(out, format, 0, func(w io.Writer) {
+		fmt.Fprintln(w, "what\tlimit\tmeasured\t\t")
+		for _, v := range verdicts(r) {
+			word := "ok"
+			if !v.OK {
+				word = "MISSED"
+				missed++
+			}
+			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t\n", v.What, v.Limit, v.Measured, word)
 		}
-		fmt.Fprintf(w, "%s\t%s\tlimit %s\t%s\t\n", word, v.What, v.Limit, v.Measured)
-	}
-	if err := w.Flush(); err != nil {
+	})
+	if err != nil {
 		return err
 	}
 	if missed > 0 {

@@ -40,7 +40,7 @@ func good() *report {
 }
 
 func TestLimits(t *testing.T) {
-	if err := good().check(io.Discard); err != nil {
+	if err := good().check(io.Discard, "table"); err != nil {
 		t.Fatalf("what reaches every limit: %v: %+v", err, verdicts(good()))
 	}
 	for _, c := range []struct {
@@ -92,7 +92,7 @@ func TestLimits(t *testing.T) {
 		if bad == 0 {
 			t.Errorf("%s: no limit missed", c.name)
 		}
-		if err := r.check(io.Discard); !errors.Is(err, errMissed) {
+		if err := r.check(io.Discard, "table"); !errors.Is(err, errMissed) {
 			t.Errorf("%s: %v, want %v", c.name, err, errMissed)
 		}
 	}
@@ -204,5 +204,17 @@ func TestCPURows(t *testing.T) {
 	}
 	if _, _, err := cpuRows(strings.NewReader("6.1 | {not JSON\n"), func(cpuRow) {}); err == nil {
 		t.Error("no error of what is not JSON")
+	}
+}
+
+func TestMarkdown(t *testing.T) {
+	var out strings.Builder
+	r := &report{Applies: []applied{{Name: "one", Compile: 1, First: 2, Apply: 3}, {Name: "two"}}}
+	if err := r.print(&out, "markdown"); err != nil {
+		t.Fatal(err)
+	}
+	want := "\n| apply a plan | compile ms | first ms, with load and attach | again ms |\n|--|--:|--:|--:|\n| one | 1 | 2 | 3 |\n| two | 0 | 0 | 0 |\n"
+	if !strings.HasSuffix(out.String(), want) {
+		t.Errorf("got\n%swant\n%s", &out, want)
 	}
 }

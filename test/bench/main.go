@@ -48,7 +48,7 @@ func parseOptions(args []string) (options, error) {
 	var o options
 	f := flag.NewFlagSet("bench", flag.ContinueOnError)
 	sections := f.String("sections", "connect,throughput,growth,cpu", "what to measure, comma-separated")
-	f.StringVar(&o.output, "o", "table", "table or json")
+	f.StringVar(&o.output, "o", "table", "table, markdown or json")
 	f.BoolVar(&o.check, "check", false, "measure what has limits, and exit with 1 if one is missed")
 	f.IntVar(&o.rounds, "rounds", 201, "connect: turns of every configuration")
 	f.IntVar(&o.connects, "connects", 300, "connect: connects in a turn")
@@ -77,7 +77,7 @@ func parseOptions(args []string) (options, error) {
 		}
 		o.sections = append(o.sections, s)
 	}
-	if f.NArg() > 0 || o.output != "table" && o.output != "json" {
+	if f.NArg() > 0 || !slices.Contains([]string{"table", "markdown", "json"}, o.output) {
 		return o, fmt.Errorf("%w: see -help", errUsage)
 	}
 	if o.check {
@@ -162,7 +162,7 @@ func run(ctx context.Context, args []string) error {
 		return err
 	}
 	if o.check {
-		return r.check(os.Stderr)
+		return r.check(os.Stderr, o.output)
 	}
 	return nil
 }

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"strings"
 	"text/tabwriter"
 )
 
@@ -45,14 +46,34 @@ func (r *report) print(out io.Writer, format string) error {
 			continue
 		}
 		fmt.Fprintln(out)
-		w := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
-		t.table(w)
-		if err := w.Flush(); err != nil {
+		if err := printTable(out, format, tabwriter.AlignRight, t.table); err != nil {
 			return err
 		}
 	}
 	for _, m := range r.Missing {
 		fmt.Fprintln(out, m)
+	}
+	return nil
+}
+
+// printTable writes what table writes, lines of cells that each end with a tab, the first
+// of them the heads, in columns or, in markdown, as docs/benchmarks.md has them.
+func printTable(out io.Writer, format string, flags uint, table func(io.Writer)) error {
+	if format != "markdown" {
+		w := tabwriter.NewWriter(out, 0, 0, 2, ' ', flags)
+		table(w)
+		return w.Flush()
+	}
+	var text strings.Builder
+	table(&text)
+	for i, line := range strings.Split(strings.TrimSuffix(text.String(), "\n"), "\n") {
+		cells := strings.Split(strings.TrimSuffix(line, "\t"), "\t")
+		if i == 1 {
+			fmt.Fprintln(out, "|--"+strings.Repeat("|--:", len(cells)-1)+"|")
+		}
+		if _, err := fmt.Fprintf(out, "| %s |\n", strings.Join(cells, " | ")); err != nil {
+			return err
+		}
 	}
 	return nil
 }
