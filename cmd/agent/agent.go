@@ -42,7 +42,7 @@ and removed at the end. Logs go to stderr: JSON, or text on a terminal.`,
 	flags.StringVar(&o.WebConfig, "web.config.file", "", "`FILE` with TLS and users for metrics, as in the Prometheus exporter toolkit")
 	flags.StringVar(&o.ReadyFile, "ready-file", "", "`FILE` to write when ready")
 	flags.Uint32Var(&o.MaxConnections, "max-connections", conn.DefaultMaxSlots,
-		"`N` open connections of all features together that there is room to count; 16 bytes of kernel memory each, and up to 256 more while it is open")
+		"`N` open connections of all features together that there is room to count, 1024 to 4194304; 16 bytes of kernel memory each, and up to 256 more while it is open")
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		if o.Policy == "" {
 			return wrongUse("--policy is missing")

@@ -1,8 +1,10 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -36,16 +38,21 @@ Exit codes: 0 right (there may be warnings), 1 wrong or not readable.`,
 		if err != nil {
 			return err
 		}
+		verdict := "is right"
 		for _, w := range agent.Unbuilt(plan) {
+			verdict = "is right, but the agent of this release refuses it (see the warnings)"
 			if at := (*policy.Error)(nil); errors.As(w, &at) {
 				warnings = append(warnings, policy.Warning{File: at.File, Line: at.Line, Col: at.Col, Msg: "the agent of this release refuses this policy: " + at.Msg})
 			}
 		}
+		slices.SortStableFunc(warnings, func(a, b policy.Warning) int {
+			return cmp.Or(strings.Compare(a.File, b.File), cmp.Compare(a.Line, b.Line), cmp.Compare(a.Col, b.Col))
+		})
 		a.printWarnings(warnings)
 		if out.json() {
 			return writeJSON(a.stdout, plan)
 		}
-		_, err = fmt.Fprintf(a.stdout, "%s is right: mode %s, %s, %s, %s, %s\n", args[0], plan.Mode,
+		_, err = fmt.Fprintf(a.stdout, "%s %s: mode %s, %s, %s, %s, %s\n", args[0], verdict, plan.Mode,
 			plural(len(plan.Features)-1, "feature")+" beside default", plural(len(plan.Tenants), "tenant"),
 			plural(len(plan.Providers)-1, "provider"), plural(limits(plan), "limit"))
 		return err

@@ -44,6 +44,9 @@ ENTER or Ctrl-C, and what to look at it with is written to stderr.`,
 	cmd.Flags().StringSliceVar(&only, "only", nil, "`NAMES` of the experiments to do, comma-separated: "+strings.Join(demo.Experiments(), ", "))
 	cmd.Flags().BoolVar(&keep, "keep", false, "leave the flood with bulkheads running at the end")
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
+		if cmd.Flags().Changed("only") && len(only) == 0 {
+			return wrongUse("--only is empty: give names, or leave it out for all")
+		}
 		err := demo.Run(cmd.Context(), demo.Options{
 			CgroupRoot: a.cgroupRoot, JSON: out.json(), Only: only, Keep: keep, Stdout: a.stdout, Stderr: a.stderr,
 		})

@@ -128,8 +128,10 @@ func TestExitCodes(t *testing.T) {
 		{[]string{"explain", "--to", "host:0"}, 2, "1-65535"},
 		{[]string{"explain", "--to", "host:https"}, 2, "1-65535"},
 		{[]string{"top", "--interval", "1ms"}, 2, "100ms"},
+		{[]string{"demo", "--only", ""}, 2, "--only is empty: give names, or leave it out for all; see bulkhead demo --help"},
+		{[]string{"agent", "--policy", "x", "--max-connections", "-1"}, 2, "not a whole number in range"},
 		{[]string{"top", "--count", "-1"}, 2, "--count -1: give the number of views"},
-		{[]string{"top", "--count", "x"}, 2, `invalid argument "x" for "--count" flag: not a whole number`},
+		{[]string{"top", "--count", "x"}, 2, `invalid argument "x" for "--count" flag: not a whole number in range`},
 
 		{[]string{"check", right}, 0, ""},
 		{[]string{"check", broken}, 1, "the policy has 3 errors"},
@@ -215,6 +217,9 @@ func TestCheckTellsOfTheAgent(t *testing.T) {
 		if r.code != 0 || !strings.Contains(r.stderr, want) {
 			t.Errorf("exit code %d, no %q on stderr:\n%s", r.code, want, r.stderr)
 		}
+	}
+	if !strings.Contains(r.stdout, path+" is right, but the agent of this release refuses it") {
+		t.Errorf("stdout:\n%s", r.stdout)
 	}
 	for _, line := range strings.Split(strings.TrimSpace(r.stderr), "\n") {
 		if !strings.HasPrefix(line, path+":") {

@@ -412,7 +412,9 @@ func printConditions(w io.Writer, conds []cgroup.Condition) error {
 		if i == 0 {
 			fmt.Fprintln(w)
 		}
-		if _, err := fmt.Fprintf(w, "%s: %s: %s\n", c.Type, c.Reason, c.Message); err != nil {
+		// A policy's errors are one a line.
+		message := strings.ReplaceAll(c.Message, "\n", "\n  ")
+		if _, err := fmt.Fprintf(w, "%s: %s: %s\n", c.Type, c.Reason, message); err != nil {
 			return err
 		}
 	}

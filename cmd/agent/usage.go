@@ -52,7 +52,7 @@ func quoted(args []string) string {
 func flagError(_ *cobra.Command, err error) error {
 	var number *strconv.NumError
 	if errors.As(err, &number) {
-		return errors.New(strings.TrimSuffix(err.Error(), number.Error()) + "not a whole number")
+		return errors.New(strings.TrimSuffix(err.Error(), number.Error()) + "not a whole number in range")
 	}
 	return err
 }

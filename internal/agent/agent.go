@@ -78,6 +78,8 @@ type agent struct {
 
 	info   atomic.Pointer[Info]
 	groups atomic.Pointer[groups]
+	// detached: bulkhead detach has asked it to stop.
+	detached atomic.Bool
 }
 
 // groups are the cgroups of the compartments, for readers.
@@ -189,7 +191,10 @@ func (a *agent) serve(ctx context.Context, stop func(), web *webServer, admin ne
 	requests := make(chan request)
 	adminHTTP := adminServer(asked{
 		info: func() Info { return *a.info.Load() },
-		stop: stop,
+		stop: func() {
+			a.detached.Store(true)
+			stop()
+		},
 		reload: func(waiting context.Context) (Outcome, error) {
 			reply := make(request, 1)
 			select {
@@ -240,7 +245,11 @@ func (a *agent) loop(ctx context.Context, requests <-chan request, contents <-ch
 	for {
 		select {
 		case <-ctx.Done():
-			a.log.Info("stopped; the limits stay in force (bulkhead detach removes them)", "generation", a.generation)
+			if a.detached.Load() {
+				a.log.Info("stopped by bulkhead detach, which removes the limits", "generation", a.generation)
+			} else {
+				a.log.Info("stopped; the limits stay in force (bulkhead detach removes them)", "generation", a.generation)
+			}
 			return nil
 		case err := <-failed:
 			if errors.Is(err, http.ErrServerClosed) || errors.Is(err, net.ErrClosed) {

@@ -64,6 +64,7 @@ func TestDetach(t *testing.T) {
 			if code := a.end(); code != 0 {
 				t.Errorf("the agent's exit code is %d", code)
 			}
+			n.logged("stopped by bulkhead detach")
 		}
 		wantWords(t, out, "removed the programs", "/bulkhead.slice/bulkhead-batch.slice")
 		n.wantState(before)
