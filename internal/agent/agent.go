@@ -78,6 +78,9 @@ type agent struct {
 
 	info   atomic.Pointer[Info]
 	groups atomic.Pointer[groups]
+	// full is how many connections without a slot were told, fullTold when.
+	full     uint64
+	fullTold time.Time
 	// detached: bulkhead detach has asked it to stop.
 	detached atomic.Bool
 }
@@ -147,6 +150,9 @@ func Run(ctx context.Context, o Options) (err error) {
 	}
 	a.ended("start", warnings, nil)
 	a.reader = a.kernel.Reader()
+	if t, err := a.reader.Totals(); err == nil {
+		a.full = t.SlotsFull // an agent before this one told of them
+	}
 	return a.serve(ctx, cancel, web, admin)
 }
 

@@ -227,6 +227,19 @@ func condition(typ, reason string, err error) cgroup.Condition {
 	return cgroup.Condition{Type: typ, Status: "False", Reason: reason, Message: err.Error()}
 }
 
+// tellFullEvery is how often it is told that connections go uncounted, at most.
+const tellFullEvery = 10 * time.Second
+
+// tellFull warns of connections that found no room for a slot since it was told last.
+func (a *agent) tellFull(t conn.Totals, now time.Time) {
+	if t.SlotsFull <= a.full || now.Sub(a.fullTold) < tellFullEvery {
+		return
+	}
+	a.log.Warn("connections were let through uncounted: there was no room or no memory for their slots; bulkhead detach and a new start with a larger --max-connections make room",
+		"connections", t.SlotsFull-a.full, "max_connections", t.SlotsMax)
+	a.full, a.fullTold = t.SlotsFull, now
+}
+
 // tick is done every second: cgroups come and go, refusals happen, commands end.
 func (a *agent) tick() {
 	refusals, err := a.reader.Refusals()
@@ -234,6 +247,9 @@ func (a *agent) tick() {
 	for _, r := range a.told.news(refusals) {
 		logRefusal(a.log, r)
 	}
+	totals, err := a.reader.Totals()
+	a.complain("read totals", err)
+	a.tellFull(totals, time.Now())
 
 	all, err := a.tree.Walk()
 	a.complain("look for new cgroups", err)

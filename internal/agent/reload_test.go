@@ -140,6 +140,30 @@ func TestPlace(t *testing.T) {
 	}
 }
 
+// TestTellFull: what is new is told, at once and then not oftener than it says.
+func TestTellFull(t *testing.T) {
+	var out bytes.Buffer
+	a := &agent{log: slog.New(slog.NewJSONHandler(&out, nil)), full: 3}
+	now := time.Now()
+	for _, c := range []struct {
+		full  uint64
+		after time.Duration
+		want  string
+	}{
+		{3, 0, ""},
+		{5, 0, `"connections":2,"max_connections":1024}`},
+		{9, tellFullEvery / 2, ""},
+		{9, tellFullEvery, `"connections":4,`},
+		{9, 3 * tellFullEvery, ""},
+	} {
+		out.Reset()
+		a.tellFull(conn.Totals{SlotsFull: c.full, SlotsMax: 1024}, now.Add(c.after))
+		if (c.want == "") != (out.Len() == 0) || !strings.Contains(out.String(), c.want) {
+			t.Errorf("%d after %v: %q, want %q", c.full, c.after, &out, c.want)
+		}
+	}
+}
+
 // TestTotalsApart: a line counts its own kind only.
 func TestTotalsApart(t *testing.T) {
 	for observed, want := range map[bool]string{false: `"msg":"refused"`, true: `"msg":"would be refused"`} {

@@ -343,7 +343,7 @@ func (r *Reader) Snapshot(ctx context.Context) (*Snapshot, error) {
 	slices.SortFunc(s.Traffic, func(a, b Traffic) int {
 		return cmp.Or(strings.Compare(a.Feature, b.Feature), strings.Compare(a.Tenant, b.Tenant), strings.Compare(a.Provider, b.Provider))
 	})
-	if s.Totals, err = r.totals(); err != nil {
+	if s.Totals, err = r.Totals(); err != nil {
 		return nil, err
 	}
 	s.Totals.Slots = uint64(len(after))
@@ -501,7 +501,9 @@ func (r *Reader) refusals(bulkheadAt map[policy.Key]uint32, trafficAt map[traffi
 	return all, nil
 }
 
-func (r *Reader) totals() (Totals, error) {
+// Totals are those of a Snapshot, but for Slots, which is 0. It is cheap: the agent asks
+// once a second.
+func (r *Reader) Totals() (Totals, error) {
 	n, err := readArray[uint64](r.maps[kernelMapTotals], uint32(kernelTotalTOTALS))
 	if err != nil {
 		return Totals{}, err

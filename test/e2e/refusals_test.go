@@ -138,3 +138,25 @@ features:
 		t.Errorf("one refusal made %d lines, %d of them before", now, told)
 	}
 }
+
+// What finds no room to be counted is let through and told, at once, by log and status.
+func TestNoRoom(t *testing.T) {
+	n := newNode(t)
+	n.write(`
+apiVersion: bulkhead/v1
+kind: Policy
+mode: enforce
+providers:
+  deepseek: {cidrs: [@1/32], ports: [8000], limits: {connections: 2000}}
+features:
+  batch: {class: batch}
+`)
+	n.start("--max-connections", "1024")
+	n.serve(1)
+	client := n.client("batch")
+	if fds := dials(t, client, n.addr(1), 1030, syscall.ECONNREFUSED); len(fds) != 1030 {
+		t.Fatalf("%d of 1030 connects passed", len(fds))
+	}
+	n.logged(`"level":"WARN"`, "let through uncounted", "--max-connections", `"max_connections":1024`)
+	wantWords(t, n.must("status"), "Slots: Full: 6 connections", "1024 at most")
+}
