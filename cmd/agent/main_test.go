@@ -208,7 +208,7 @@ func TestCheckJSON(t *testing.T) {
 
 // TestCheckTellsOfTheAgent: what this release refuses is right, and told.
 func TestCheckTellsOfTheAgent(t *testing.T) {
-	path := file(t, strings.NewReplacer("cidrs: [127.0.0.1/32]", "hosts: [api.example.com]", "class: realtime", "class: realtime, match: [{unit: chat.service}]").Replace(rightPolicy))
+	path := file(t, strings.NewReplacer("cidrs: [127.0.0.1/32]", "hosts: [api.example.com]", "class: realtime", "class: realtime, match: [{unit: chat.service}]", "connections: 4", "connections: 1").Replace(rightPolicy))
 	r := start(t, "check", path)
 	for _, want := range []string{
 		path + ":5:18: warning: the agent of this release refuses this policy: provider local: names are not built yet",
@@ -221,7 +221,13 @@ func TestCheckTellsOfTheAgent(t *testing.T) {
 	if !strings.Contains(r.stdout, path+" is right, but the agent of this release refuses it") {
 		t.Errorf("stdout:\n%s", r.stdout)
 	}
+	last := 0
 	for _, line := range strings.Split(strings.TrimSpace(r.stderr), "\n") {
+		var at int
+		if fmt.Sscanf(strings.TrimPrefix(line, path), ":%d:", &at); at < last {
+			t.Errorf("warnings are not in the order of the file:\n%s", r.stderr)
+		}
+		last = at
 		if !strings.HasPrefix(line, path+":") {
 			t.Errorf("a line without a place: %s", line)
 		}

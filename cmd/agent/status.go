@@ -15,7 +15,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"bulkhead/internal/agent"
-	"bulkhead/internal/metrics"
 	"bulkhead/pkg/cgroup"
 	"bulkhead/pkg/conn"
 	"bulkhead/pkg/policy"
@@ -268,7 +267,7 @@ func compartments(tree *cgroup.Tree, snap *conn.Snapshot) ([]compartment, error)
 			CompetesIn: path.Dir(m.cgroup.Path), CPU: stat.CPU, Memory: stat.Memory,
 		})
 	}
-	usage = metrics.OwnUsage(usage)
+	usage = cgroup.OwnUsage(usage)
 	for _, c := range out {
 		for i := range c.Cgroups {
 			c.Cgroups[i].CPU.UsageUsec = usage[c.Cgroups[i].Path]

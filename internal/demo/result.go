@@ -11,7 +11,9 @@ const near = 0.1
 // refusedWithin is the aim for a refusal, from submission to completion.
 const refusedWithin = 5 * time.Millisecond
 
-// Result is what the demo found. Its fields are only ever added to.
+// Result is what the demo found. Its fields are only ever added to. Those before
+// Seconds are the flood's, as they were when it was the only experiment, and
+// empty where it was not asked for; Experiments has it like the others.
 type Result struct {
 	// ServeAtOnce is the number of calls that the flood's provider works on at
 	// one time.
@@ -173,17 +175,7 @@ func pick(runs []RunResult) (r rows) {
 // newResult computes what is shown: of the experiments that were measured, and
 // of those that were skipped, with why.
 func newResult(sc scenario, measured []measurement, skipped map[string]string, took time.Duration) Result {
-	r := Result{
-		ServeAtOnce:        sc.Flood.ServeAtOnce,
-		ChatCallsPerSecond: sc.Flood.ChatRate,
-		ChatWorkMS:         ms(sc.Flood.ChatWork),
-		BatchWorkers:       sc.Flood.Workers,
-		BatchWorkMS:        ms(sc.Flood.BatchWork),
-		Policy:             sc.Flood.about().policy,
-		Phases:             []PhaseResult{},
-		Seconds:            took.Seconds(),
-		Experiments:        []ExperimentResult{},
-	}
+	r := Result{Phases: []PhaseResult{}, Seconds: took.Seconds(), Experiments: []ExperimentResult{}}
 	var done []about
 	for _, e := range sc.experiments() {
 		a := e.about()
@@ -207,7 +199,9 @@ func newResult(sc scenario, measured []measurement, skipped map[string]string, t
 		}
 		r.Experiments = append(r.Experiments, er)
 		if a.name == sc.Flood.about().name {
-			r.Phases = phases(er.Runs)
+			r.ServeAtOnce, r.ChatCallsPerSecond, r.BatchWorkers = sc.Flood.ServeAtOnce, sc.Flood.ChatRate, sc.Flood.Workers
+			r.ChatWorkMS, r.BatchWorkMS = ms(sc.Flood.ChatWork), ms(sc.Flood.BatchWork)
+			r.Policy, r.Phases = a.policy, phases(er.Runs)
 		}
 	}
 	r.Programs = sc.Tools.used(done)

@@ -66,7 +66,7 @@ func (r Result) table() string {
 				if run.Calls > 0 {
 					cell = figures(run.at(f))
 				}
-				if f.String() == e.Key {
+				if f.String() == e.Key && run.Calls > 0 {
 					cell += "*"
 				} else {
 					cell += " "

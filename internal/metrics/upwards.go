@@ -1,11 +1,6 @@
 package metrics
 
-import (
-	"maps"
-	"path"
-
-	"bulkhead/pkg/cgroup"
-)
+import "bulkhead/pkg/cgroup"
 
 // floor remembers the largest value exported of each series and never gives a
 // smaller one.
@@ -94,30 +89,11 @@ func own(cgroups []Cgroup) []ownTimes {
 	for _, c := range cgroups {
 		total[c.Path] = c.CPU.UsageUsec
 	}
-	usage := OwnUsage(total)
+	usage := cgroup.OwnUsage(total)
 	out := make([]ownTimes, len(cgroups))
 	for i, c := range cgroups {
 		out[i] = ownTimes{compartment{c.Feature, c.Tenant}, c.ID,
 			cpuTimes{usage[c.Path], c.CPU.NrPeriods, c.CPU.NrThrottled, c.CPU.ThrottledUsec}}
-	}
-	return out
-}
-
-// OwnUsage takes from the usage of each cgroup, by path, that of the cgroups of
-// the same map nested in it: the kernel's usage_usec counts everything below (a
-// tenant's slice lies in its feature's), so that a sum would count it twice. A
-// sum over what is returned counts everything once. Status and metrics both say
-// this.
-func OwnUsage(total map[string]uint64) map[string]uint64 {
-	out := maps.Clone(total)
-	for inner, usage := range total {
-		for p := path.Dir(inner); p != "/" && p != "."; p = path.Dir(p) {
-			if _, ok := total[p]; ok {
-				// Read a moment later, it may be more than what was read around it.
-				out[p] -= min(out[p], usage)
-				break
-			}
-		}
 	}
 	return out
 }

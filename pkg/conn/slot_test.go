@@ -8,6 +8,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
@@ -651,5 +652,25 @@ func TestSocketsFromBeforeTheAttach(t *testing.T) {
 	in.empty("after closing all")
 	if b := in.count(provider("p")); b.Key.Scope != policy.ScopeProvider || b.Accepted != 2 {
 		t.Errorf("got %+v, want 2 accepted", b)
+	}
+}
+
+// TestAge: a connection's age is the time since its connect, to a tick of the kernel's
+// coarse clock (10 ms at most), which may make it older.
+func TestAge(t *testing.T) {
+	in := newInstance(t)
+	_, cg := in.enforce("providers:\n  p: {cidrs: [127.0.0.0/8]}\nfeatures:\n  f: {class: batch}\n")
+	server := kerneltest.Serve(t, "127.0.0.1:8000", kerneltest.Drain)
+	client := in.start(cg)
+	before := time.Now()
+	client.MustDial(kerneltest.TCP4, server.Addr)
+	least := time.Now()
+	s := in.snapshot()
+	const tick = 10 * time.Millisecond
+	if len(s.Connections) != 1 {
+		t.Fatalf("%d connections", len(s.Connections))
+	}
+	if age := s.Connections[0].Age; age < s.Time.Sub(least) || age > time.Since(before)+tick {
+		t.Errorf("age %v, want from %v to %v", age, s.Time.Sub(least), time.Since(before)+tick)
 	}
 }
