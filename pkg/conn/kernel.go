@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math/bits"
 	"os"
 	"path/filepath"
 	"slices"
@@ -46,7 +47,8 @@ type Kernel struct {
 
 	known atomic.Pointer[inForce] // for Readers of this Kernel, in whatever goroutine
 
-	missing map[uint64]uint64 // cookie -> word of slots that the last complete dump lacked
+	missing map[slotKey]uint64 // words of slots that the last complete dump lacked
+	empty   map[uint64]bool    // UDP sockets that had no slot in the last round
 }
 
 // MaxSlots is how many slots there is room for.
@@ -73,7 +75,7 @@ func Open(o Options) (_ *Kernel, err error) {
 	if err != nil {
 		return nil, err
 	}
-	k := &Kernel{o: o, lock: lock, root: root, links: map[string]link.Link{}, inner: map[string]*ebpf.Map{}, missing: map[uint64]uint64{}}
+	k := &Kernel{o: o, lock: lock, root: root, links: map[string]link.Link{}, inner: map[string]*ebpf.Map{}, missing: map[slotKey]uint64{}}
 	k.in = [2]map[string]*ebpf.Map{{}, {}}
 	defer func() {
 		if err != nil {
@@ -88,11 +90,8 @@ func Open(o Options) (_ *Kernel, err error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := setConstants(k.spec); err != nil {
-		return nil, err
-	}
 	if o.MaxSlots != 0 {
-		k.spec.Maps[kernelMapSlots].MaxEntries = o.MaxSlots
+		resize(k.spec, o.MaxSlots)
 	}
 	replace := map[string]*ebpf.Map{}
 	if _, err := os.Stat(o.pins()); err == nil {
@@ -112,6 +111,9 @@ func Open(o Options) (_ *Kernel, err error) {
 		}
 		k.pinned = true
 	} else if err := o.alone(); err != nil {
+		return nil, err
+	}
+	if err := setConstants(k.spec); err != nil {
 		return nil, err
 	}
 	k.coll, err = ebpf.NewCollectionWithOptions(k.spec, ebpf.CollectionOptions{MapReplacements: replace})
@@ -151,16 +153,26 @@ func Open(o Options) (_ *Kernel, err error) {
 // that is constantly false is removed before its helpers are looked at, so one object
 // loads everywhere.
 func setConstants(spec *ebpf.CollectionSpec) error {
-	for name, have := range map[string]bool{kernelVarHaveRetval: HaveErrno(), kernelVarHaveComm: haveComm()} {
-		value := uint32(0)
-		if have {
-			value = 1
-		}
+	number := map[bool]uint32{true: 1}
+	for name, value := range map[string]uint32{
+		kernelVarHaveRetval: number[HaveErrno()],
+		kernelVarHaveComm:   number[haveComm()],
+		kernelVarHomeMask:   spec.Maps[kernelMapHomes].MaxEntries - 1,
+	} {
 		if err := spec.Variables[name].Set(value); err != nil {
 			return fmt.Errorf("set constant %s: %w", name, err)
 		}
 	}
 	return nil
+}
+
+// resize gives the maps of connections room for n: the hash has it, and homes, an eighth
+// of that as a power of two, come on top.
+func resize(spec *ebpf.CollectionSpec, n uint32) {
+	spec.Maps[kernelMapSlots].MaxEntries = n
+	spec.Maps[kernelMapUdpSockets].MaxEntries = n
+	homes := uint32(1) << (bits.Len32(n) - 4)
+	spec.Maps[kernelMapHomes].MaxEntries, spec.Maps[kernelMapCookies].MaxEntries = homes, homes
 }
 
 // haveComm says whether the programs may note the command of who connects; without,
@@ -595,6 +607,9 @@ func (k *Kernel) Forget() error {
 	heldB, heldT := map[uint32]bool{}, map[uint32]bool{}
 	for _, s := range slots {
 		heldT[s.Traffic] = true
+		if s.Part != 0 {
+			heldT[s.Part-1] = true
+		}
 		for i := range min(int(s.N), len(s.Bulkheads)) {
 			heldB[s.Bulkheads[i]] = true
 		}

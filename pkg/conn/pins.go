@@ -29,8 +29,8 @@ type Options struct {
 }
 
 // Bounds of Options.MaxSlots. A slot takes up to 256 bytes of kernel memory while its
-// connection is open, and room for one that is not 16 (a bucket, kernel/bpf/hashtab.c),
-// rounded up to a power of two.
+// connection is open. Room for one that is not takes 48: two buckets of 16
+// (kernel/bpf/hashtab.c) and an eighth of a slot of 128.
 const (
 	MinMaxSlots     = 1024
 	DefaultMaxSlots = uint32(kernelConstantMAX_SLOTS)
@@ -218,9 +218,18 @@ func (o Options) pinnedMaps(spec *ebpf.CollectionSpec, opts *ebpf.LoadPinOptions
 		if !isPinned(name) {
 			continue
 		}
-		m, err := ebpf.LoadPinnedMap(filepath.Join(o.pins(), name), opts)
-		if err == nil && name == kernelMapSlots {
-			ms.MaxEntries = m.MaxEntries() // as it was asked for when it was made
+		how := opts
+		if name == kernelMapHomes {
+			// Mapped, to read only; but the kernel maps no map shared through a
+			// descriptor that is for reading only (bpf_map_mmap wants VM_SHARED).
+			how = nil
+		}
+		m, err := ebpf.LoadPinnedMap(filepath.Join(o.pins(), name), how)
+		switch name {
+		case kernelMapSlots, kernelMapUdpSockets, kernelMapHomes, kernelMapCookies:
+			if err == nil {
+				ms.MaxEntries = m.MaxEntries() // as it was asked for when it was made
+			}
 		}
 		if err == nil {
 			err = ms.Compatible(m)
