@@ -41,10 +41,11 @@ enum taken {
 };
 
 /*
- * One try to take a place of a bulkhead, never above the limit. The verifier looks at
- * a global function once, and not for every hold of every round.
+ * One try to take a place of a bulkhead, never above the limit; accepted of it is counted
+ * as such. The verifier looks at a global function once, and not for every hold of every
+ * round.
  */
-__noinline int try_place(__u32 index, __u32 limit)
+__noinline int try_place(__u32 index, __u32 limit, __u32 accepted)
 {
 	struct bulkhead *b = bpf_map_lookup_elem(&bulkheads, &index);
 	__u64 *word = (__u64 *)b, old, in_use, peak;
@@ -61,15 +62,15 @@ __noinline int try_place(__u32 index, __u32 limit)
 		peak = in_use;
 	if (__sync_val_compare_and_swap(word, old, peak << 32 | in_use) != old)
 		return RACED;
-	__sync_fetch_and_add(&b->accepted, 1);
+	__sync_fetch_and_add(&b->accepted, accepted);
 	return TAKEN;
 }
 
 /* Take a place, or FULL, or RACED if every try lost. */
-__noinline int take_place(__u32 index, __u32 limit)
+__noinline int take_place(__u32 index, __u32 limit, __u32 accepted)
 {
 	unrolled for (int i = 0; i < RACES; i++) {
-		int got = try_place(index, limit);
+		int got = try_place(index, limit, accepted);
 
 		if (got != RACED)
 			return got;
@@ -80,9 +81,9 @@ __noinline int take_place(__u32 index, __u32 limit)
 /* The same, in one call where nobody else is at it. */
 static __always_inline int take(__u32 index, __u32 limit)
 {
-	int got = try_place(index, limit);
+	int got = try_place(index, limit, 1);
 
-	return got == RACED ? take_place(index, limit) : got;
+	return got == RACED ? take_place(index, limit, 1) : got;
 }
 
 /*
@@ -243,6 +244,22 @@ static __always_inline int take_route(__u32 idx, __u32 at)
 	return blocked & (FULL_AT_ONCE - 1);
 }
 
+/* Take a place whatever the limit. */
+__noinline int take_anyway(__u32 index, __u32 accepted)
+{
+	struct bulkhead *b;
+
+	if (take_place(index, NO_LIMIT, accepted) == TAKEN)
+		return 0;
+	/* Contended: what a slot names must be taken, if at the price of the peak. */
+	b = bpf_map_lookup_elem(&bulkheads, &index);
+	if (b) {
+		__sync_fetch_and_add((__u64 *)b, 1);
+		__sync_fetch_and_add(&b->accepted, accepted);
+	}
+	return 0;
+}
+
 /* Take every bulkhead of a route that only observes, whatever its limits. */
 __noinline int take_route_anyway(__u32 idx, __u32 at)
 {
@@ -250,19 +267,8 @@ __noinline int take_route_anyway(__u32 idx, __u32 at)
 
 	if (!r)
 		return 0;
-	for_holds(i, r->n) {
-		__u32 index = r->holds[i].bulkhead;
-		struct bulkhead *b;
-
-		if (take_place(index, NO_LIMIT) == TAKEN)
-			continue;
-		/* Contended: what the slot names must be taken, if at the price of the peak. */
-		b = bpf_map_lookup_elem(&bulkheads, &index);
-		if (b) {
-			__sync_fetch_and_add((__u64 *)b, 1);
-			__sync_fetch_and_add(&b->accepted, 1);
-		}
-	}
+	for_holds(i, r->n)
+		take_anyway(r->holds[i].bulkhead, 1);
 	return 0;
 }
 
@@ -388,59 +394,66 @@ static __always_inline void sign_slot(struct slot *s)
 		bpf_get_current_comm(s->comm, sizeof(s->comm));
 }
 
-/* What nobody has signed is signed by who adopts it. */
-static __always_inline void adopt_slot(struct slot *s, const struct adopt *a)
+/*
+ * Claim a TCP socket's home for an admission; the entry is to be filled and moved_in
+ * called. None if it is not free.
+ */
+static __always_inline struct slot *claim_home(__u64 cookie, __u64 word)
 {
-	s->pid = a->pid;
-	s->born_ns = a->born_ns;
-	s->tally = 0;
-	__builtin_memcpy(s->comm, a->comm, sizeof(s->comm));
+	struct slot *h = home_of(cookie);
+
+	if (!h || *(volatile __u64 *)&h->word || __sync_val_compare_and_swap(&h->word, 0, word | SLOT_CLAIMED))
+		return 0;
+	return h;
 }
 
-/*
- * Put a slot into the hash. Not inline, for the sake of the stack. flags say whether it is
- * adopted: not all verifiers know that a context is not a null pointer.
- */
-static __noinline long put_guest(const struct route *r, const struct ask *q, const struct adopt *a, __u64 word, __u32 flags)
+static __always_inline void moved_in(struct slot *h, __u64 word)
 {
-	struct slot_key key = {.cookie = q->cookie, .part = q->part};
-	struct slot s = {};
+	note_entry(h->cookie, AT_HOME);
+	/* A full barrier on every machine: who sees the word sees the rest. */
+	__sync_val_compare_and_swap(&h->word, (word & ~(__u64)SLOT_RELEASED) | SLOT_CLAIMED, word);
+}
+
+/* Put an entry into the hash. 0, or -EEXIST, or another error if there is no room. */
+static __always_inline long put_guest(struct slot *s)
+{
+	struct slot_key key = {.cookie = s->cookie, .part = s->part};
 	long err;
 
-	fill_slot(&s, r, q, flags);
-	s.word = word;
-	if (flags)
-		adopt_slot(&s, a);
-	else
-		sign_slot(&s);
-	if (!q->part)
-		note_entry(q->cookie, AS_GUEST);
-	err = bpf_map_update_elem(&slots, &key, &s, BPF_NOEXIST);
-	if (err && !q->part)
-		note_entry(q->cookie, -AS_GUEST);
+	if (!key.part)
+		note_entry(key.cookie, AS_GUEST);
+	err = bpf_map_update_elem(&slots, &key, s, BPF_NOEXIST);
+	if (err && !key.part)
+		note_entry(key.cookie, -AS_GUEST);
 	return err;
 }
 
+/* Not inline, for the sake of the stack. */
+static __noinline long put_as_guest(const struct route *r, const struct ask *q, __u64 word)
+{
+	struct slot s = {};
+
+	fill_slot(&s, r, q, 0);
+	sign_slot(&s);
+	s.word = word;
+	return put_guest(&s);
+}
+
 /*
- * Put the slot of a connection whose places are taken; flags are SLOT_ADOPTED and a, or 0. 0, or
- * -EEXIST, or another error if there is no room.
+ * Put the slot of a connection whose places are taken. 0, or -EEXIST, or another error if
+ * there is no room.
  */
-static __always_inline long put_slot(const struct route *r, const struct ask *q, const struct adopt *a, __u32 flags)
+static __always_inline long put_slot(const struct route *r, const struct ask *q)
 {
 	__u64 word = new_word(q->cookie);
-	struct slot *h = home_of(q->cookie);
-
 	/* UDP sends race with each other: only the hash knows which is first. */
-	if (q->part || !h || *(volatile __u64 *)&h->word || __sync_val_compare_and_swap(&h->word, 0, word | SLOT_CLAIMED))
-		return put_guest(r, q, a, word, flags);
-	fill_slot(h, r, q, flags | SLOT_HOME);
-	if (flags)
-		adopt_slot(h, a);
-	else
-		sign_slot(h);
-	note_entry(q->cookie, AT_HOME);
-	/* A full barrier on every machine: who sees the word sees the rest. */
-	__sync_val_compare_and_swap(&h->word, word | SLOT_CLAIMED, word);
+	struct slot *h = q->part ? 0 : claim_home(q->cookie, word);
+
+	if (!h)
+		return put_as_guest(r, q, word);
+	fill_slot(h, r, q, SLOT_HOME);
+	sign_slot(h);
+	moved_in(h, word);
 	return 0;
 }
 

@@ -464,25 +464,43 @@ int bh_bury(struct retire *a)
 }
 
 /*
- * Give a TCP connection that began before the attach, or before the policy named its
- * destination, its slot. It is there already, so it takes its places whatever the limits.
+ * Give what began before the attach, before the policy named its destination, or under
+ * another release, its slot. It is there already, so it takes its places whatever the
+ * limits, and is not counted as accepted.
  */
 SEC("syscall")
 int bh_adopt(struct adopt *a)
 {
-	__u32 idx = a->generation & 1, at = a->route;
-	struct ask q = {.cookie = a->cookie, .netns = a->netns, .port = a->port, .proto = a->proto};
-	struct route *r = route_at(idx, at);
-	__u64 seen;
+	__u64 cookie = a->slot.cookie, word = new_word(cookie) | (a->slot.word & SLOT_RELEASED), seen;
+	__u32 part = a->slot.part, n = word & SLOT_RELEASED ? 0 : a->slot.n;
+	struct slot s = a->slot, *h = 0;
+	long err = 0;
 
 	a->done = 0;
-	if (!r || r->flags & ROUTE_COUNT_ONLY || find_slot(q.cookie, &seen))
+	s.word = word;
+	s.flags &= ~SLOT_HOME;
+	if (part ? !list_part(cookie, part) || find_guest(cookie, part, &seen) != 0 : find_slot(cookie, &seen) != 0)
 		return 0;
-	__builtin_memcpy(q.addr, a->addr, 16);
-	take_route_anyway(idx, at);
-	if (put_slot(r, &q, a, SLOT_ADOPTED))
-		give_route(idx, at);
-	else
-		a->done = 1;
+	for_holds(i, n)
+		take_anyway(s.bulkheads[i], 0);
+	if (!part)
+		h = claim_home(cookie, word & ~(__u64)SLOT_RELEASED);
+	if (h) {
+		s.word = h->word;
+		s.flags |= SLOT_HOME;
+		*h = s;
+		moved_in(h, word);
+	} else {
+		err = put_guest(&s);
+	}
+	if (err) {
+		for_holds(i, n)
+			give_place(s.bulkheads[i], 0);
+		return 0;
+	}
+	if (part && a->connected)
+		reconnect(cookie, part);
+	a->slot.word = word;
+	a->done = 1;
 	return 0;
 }

@@ -242,4 +242,12 @@ struct {
 	__type(value, struct traffic_name);
 } traffic_names SEC(".maps");
 
+/* The agent writes it and only agents read it. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, LAYOUT_FIELDS);
+	__type(key, __u32);
+	__type(value, struct layout_field);
+} layout SEC(".maps");
+
 #endif

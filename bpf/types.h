@@ -26,6 +26,7 @@ enum constant {
 	PROVIDER_OTHER = 0,
 	COMPARTMENT_PROTECTED = 0xffff,
 	MAX_SLOTS = 131072,	   /* connections that hold something, unless the agent is told otherwise */
+	LAYOUT_FIELDS = 128,
 	NO_LIMIT = 0xffffffff,
 	NO_INDEX = 0xffffffff,
 	SLOT_RELEASED = 1,	   /* bit 0 of slot.word: its places are given back */
@@ -225,6 +226,17 @@ struct leaf {
 	__u32 other;		   /* traffic of the route to other if it only counts, else NO_INDEX */
 };
 
+/*
+ * Where the fields of the shared structures are in this layout, by name, for a release
+ * that has another: "slot.Word". This structure is the one that never changes.
+ */
+
+struct layout_field {
+	char name[40];
+	__u32 offset;		   /* bytes */
+	__u32 size;
+};
+
 /* Event counters that belong to no bulkhead. */
 enum total {
 	TOTAL_SLOTS_FULL = 0,	   /* let through without a slot: no room in slots */
@@ -243,21 +255,14 @@ struct retire {
 	__u32 done;		   /* out: 1 if this call did it */
 };
 
-/* Argument of the adopt program: a connection that no hook has seen begin. */
+/*
+ * Argument of the adopt program: a connection that no hook of ours has seen begin, and what
+ * it is to hold. One that was in the maps of another release keeps what was noted of it.
+ */
 struct adopt {
-	__u64 cookie;
-	__u64 netns;
-	__u64 born_ns;
-	__u8 addr[16];
-	char comm[16];
-	__u32 pid;
-	__u32 generation;	   /* index of the one in force */
-	__u32 route;		   /* in it */
-	__u16 port;		   /* host order */
-	__u8 proto;
-	__u8 pad;
+	struct slot slot;	   /* word: SLOT_RELEASED if it is, else 0; the word it got is written here */
+	__u32 connected;	   /* UDP: the socket's connect() took it */
 	__u32 done;		   /* out: 1 if it has a slot now that it had not */
-	__u32 pad2;
 };
 
 /* Names, for user space and bpftool; the programs never read them. */

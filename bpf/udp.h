@@ -179,7 +179,7 @@ static __always_inline int admit(__u32 idx, __u32 at, const struct ask *q)
 	}
 	if (q->part && (!list_part(q->cookie, q->part) || !clear_ended(q->cookie, q->part)))
 		return no_room(idx, at, r, q);
-	err = put_slot(r, q, 0, 0);
+	err = put_slot(r, q);
 	if (err && err != -EEXIST)
 		return no_room(idx, at, r, q);
 	if (err) {

@@ -10,7 +10,6 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
 
 	"bulkhead/internal/sockets"
@@ -244,17 +243,17 @@ const trueRoot = 1
 
 // adopt runs the program that does it.
 func (k *Kernel) adopt(f *inForce, s stray, compartment uint32) (bool, error) {
-	in := kernelAdopt{
-		Cookie: s.Cookie, Netns: s.netns, BornNs: uint64(monotonic()), Addr: s.Remote.Addr().As16(),
-		Pid: s.pid, Generation: uint32(*k.control() & 1), Route: compartment*uint32(len(f.plan.Providers)) + s.provider,
-		Port: s.Remote.Port(), Proto: s.Proto,
+	r := k.tables.routes[compartment*uint32(len(f.plan.Providers))+s.provider]
+	in := kernelAdopt{Slot: kernelSlot{
+		Cookie: s.Cookie, Netns: s.netns, BornNs: uint64(monotonic()), Addr: s.Remote.Addr().As16(), Port: s.Remote.Port(),
+		Pid: s.pid, Proto: s.Proto, Flags: uint8(kernelSlotFlagSLOT_ADOPTED), Traffic: r.Traffic, N: uint8(r.N),
+	}}
+	for i, h := range r.Holds[:r.N] {
+		in.Slot.Bulkheads[i] = h.Bulkhead
 	}
-	setText(in.Comm[:], s.comm)
-	var out kernelAdopt
-	if _, err := k.coll.Programs[kernelProgBhAdopt].Run(&ebpf.RunOptions{Context: &in, ContextOut: &out}); err != nil {
-		return false, fmt.Errorf("adopt socket %d: %w", s.Cookie, err)
-	}
-	return out.Done != 0, nil
+	setText(in.Slot.Comm[:], s.comm)
+	out, err := k.runAdopt(&in)
+	return out.Done != 0, err
 }
 
 // dropTwins retires what was adopted of a socket that has connected elsewhere in that

@@ -47,6 +47,8 @@ type Kernel struct {
 
 	known atomic.Pointer[inForce] // for Readers of this Kernel, in whatever goroutine
 
+	predecessors []*predecessor // what other releases have left in force
+
 	missing map[slotKey]uint64 // words of slots that the last complete dump lacked
 	empty   map[uint64]bool    // UDP sockets that had no slot in the last round
 }
@@ -60,7 +62,8 @@ func outerMaps() []string {
 }
 
 // Open takes the instance's lock and takes over what is pinned, putting this
-// build's programs under the links that exist, or loads anew. Anew, nothing is
+// build's programs under the links that exist, or loads anew; what a release of
+// another layout has pinned stays in force until the first Apply. Anew, nothing is
 // attached or pinned before the first Apply. On an error nothing is left behind and
 // nothing in force has changed.
 func Open(o Options) (_ *Kernel, err error) {
@@ -111,6 +114,9 @@ func Open(o Options) (_ *Kernel, err error) {
 		}
 		k.pinned = true
 	} else if err := o.alone(); err != nil {
+		return nil, err
+	}
+	if k.predecessors, err = o.openPredecessors(); err != nil {
 		return nil, err
 	}
 	if err := setConstants(k.spec); err != nil {
@@ -254,11 +260,20 @@ func (k *Kernel) clear(i uint32, name string, zero any) error {
 // error with a number is of the cleaning up behind it.
 //
 // The first Apply on an instance attaches the programs too, and publishes the pins
-// last, with one rename.
+// last, with one rename. Then it ends what a release of another layout has in force,
+// whose slots and counts it takes over.
 func (k *Kernel) Apply(plan *policy.Plan, members []Member) (uint32, error) {
 	at, err := k.allocate(plan)
 	if err != nil {
 		return 0, err
+	}
+	for _, p := range k.predecessors {
+		if k.pinned {
+			break // it was done before the first attach
+		}
+		if err := k.carry(p); err != nil {
+			return 0, err
+		}
 	}
 	now, err := k.generation()
 	if err != nil {
@@ -299,7 +314,7 @@ func (k *Kernel) Apply(plan *policy.Plan, members []Member) (uint32, error) {
 	if t.gen.Udp == 0 {
 		err = k.detachUDP()
 	}
-	return t.gen.Generation, errors.Join(err, k.attach(t.gen.Udp != 0), k.Forget())
+	return t.gen.Generation, errors.Join(err, k.attach(t.gen.Udp != 0), k.succeedAll(), k.Forget())
 }
 
 // SetMembers changes who is in which compartment, within the generation in force.
@@ -559,6 +574,9 @@ func (k *Kernel) publish() (err error) {
 			}
 		}
 	}()
+	if err := writeLayout(k.coll.Maps[kernelMapLayout]); err != nil {
+		return err
+	}
 	for name, m := range k.coll.Maps {
 		if !isPinned(name) {
 			continue
@@ -632,6 +650,9 @@ func (k *Kernel) Close() error {
 	}
 	for _, l := range k.links {
 		l.Close()
+	}
+	for _, p := range k.predecessors {
+		p.close()
 	}
 	closeAll(k.inner)
 	if k.coll != nil {

@@ -14,20 +14,10 @@ import (
 )
 
 type kernelAdopt struct {
-	_          structs.HostLayout
-	Cookie     uint64
-	Netns      uint64
-	BornNs     uint64
-	Addr       [16]uint8
-	Comm       [16]int8
-	Pid        uint32
-	Generation uint32
-	Route      uint32
-	Port       uint16
-	Proto      uint8
-	Pad        uint8
-	Done       uint32
-	Pad2       uint32
+	_         structs.HostLayout
+	Slot      kernelSlot
+	Connected uint32
+	Done      uint32
 }
 
 type kernelBulkhead struct {
@@ -54,6 +44,7 @@ const (
 	kernelConstantPROVIDER_OTHER        kernelConstant = 0
 	kernelConstantCOMPARTMENT_PROTECTED kernelConstant = 65535
 	kernelConstantMAX_SLOTS             kernelConstant = 131072
+	kernelConstantLAYOUT_FIELDS         kernelConstant = 128
 	kernelConstantNO_LIMIT              kernelConstant = 4294967295
 	kernelConstantNO_INDEX              kernelConstant = 4294967295
 	kernelConstantSLOT_RELEASED         kernelConstant = 1
@@ -95,6 +86,13 @@ type kernelHold struct {
 	_        structs.HostLayout
 	Bulkhead uint32
 	Limit    uint32
+}
+
+type kernelLayoutField struct {
+	_      structs.HostLayout
+	Name   [40]int8
+	Offset uint32
+	Size   uint32
 }
 
 type kernelLeaf struct {
@@ -257,6 +255,7 @@ const (
 	kernelMapDests          = "dests"
 	kernelMapGens           = "gens"
 	kernelMapHomes          = "homes"
+	kernelMapLayout         = "layout"
 	kernelMapLeaves         = "leaves"
 	kernelMapPlans          = "plans"
 	kernelMapPorts          = "ports"
@@ -351,6 +350,7 @@ type kernelMapSpecs struct {
 	Dests         *ebpf.MapSpec `ebpf:"dests"`
 	Gens          *ebpf.MapSpec `ebpf:"gens"`
 	Homes         *ebpf.MapSpec `ebpf:"homes"`
+	Layout        *ebpf.MapSpec `ebpf:"layout"`
 	Leaves        *ebpf.MapSpec `ebpf:"leaves"`
 	Plans         *ebpf.MapSpec `ebpf:"plans"`
 	Ports         *ebpf.MapSpec `ebpf:"ports"`
@@ -401,6 +401,7 @@ type kernelMaps struct {
 	Dests         *ebpf.Map `ebpf:"dests"`
 	Gens          *ebpf.Map `ebpf:"gens"`
 	Homes         *ebpf.Map `ebpf:"homes"`
+	Layout        *ebpf.Map `ebpf:"layout"`
 	Leaves        *ebpf.Map `ebpf:"leaves"`
 	Plans         *ebpf.Map `ebpf:"plans"`
 	Ports         *ebpf.Map `ebpf:"ports"`
@@ -424,6 +425,7 @@ func (m *kernelMaps) Close() error {
 		m.Dests,
 		m.Gens,
 		m.Homes,
+		m.Layout,
 		m.Leaves,
 		m.Plans,
 		m.Ports,

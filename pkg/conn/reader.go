@@ -30,12 +30,16 @@ type Reader struct {
 	known *atomic.Pointer[inForce]
 }
 
-// OpenReader opens the pins of an instance; ErrNotLoaded if there are none.
+// OpenReader opens the pins of an instance; ErrNotLoaded if there are none, and
+// ErrOtherRelease if they are of another layout.
 func OpenReader(o Options) (*Reader, error) {
 	if err := o.checkBPFFS(); err != nil {
 		return nil, err
 	}
 	if _, err := os.Stat(o.pins()); err != nil {
+		if others, _ := o.others(); errors.Is(err, os.ErrNotExist) && len(others) > 0 {
+			return nil, fmt.Errorf("%s: %w (use the bulkhead that made it, or start this one's agent, which takes over)", others[0], ErrOtherRelease)
+		}
 		if errors.Is(err, os.ErrNotExist) {
 			return nil, fmt.Errorf("%s: %w (start the agent: bulkhead agent --policy FILE)", o.pins(), ErrNotLoaded)
 		}
