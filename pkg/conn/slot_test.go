@@ -239,6 +239,14 @@ func testCloseWait(in *instance) {
 		in.reconcile()
 	}
 	in.want(5, 0, "in CLOSE_WAIT")
+	idle := func() time.Duration { return in.snapshot().Connections[0].Idle }
+	first := idle()
+	kerneltest.Poll(in, "the time without data rises", func() error {
+		if now := idle(); now <= first {
+			return fmt.Errorf("%v, was %v", now, first)
+		}
+		return nil
+	})
 	client.Close(fds...)
 }
 
