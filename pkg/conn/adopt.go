@@ -41,15 +41,71 @@ type Adopted struct {
 // bytes are shown while they are open and are in no sum, and their age is counted from
 // now.
 func (k *Kernel) Adopt(ctx context.Context) (Adopted, error) {
-	var out Adopted
 	f := k.known.Load()
 	if f == nil {
-		return out, ErrNoPlan
+		return Adopted{}, ErrNoPlan
 	}
 	slots, err := readSlots(k.coll.Maps)
 	if err != nil {
+		return Adopted{}, err
+	}
+	found, out, err := k.o.strays(ctx, f.plan, f.members, slots)
+	if err != nil || len(found) == 0 {
 		return out, err
 	}
+	for _, s := range found {
+		done, err := k.adopt(f, s)
+		if err != nil {
+			return out, err
+		}
+		if done {
+			out.Slots++
+		}
+	}
+	return out, k.dropTwins()
+}
+
+// Existing says how many connections there are that Adopt would count if a plan came into
+// force with these members, by bulkhead, without changing anything.
+func Existing(ctx context.Context, o Options, plan *policy.Plan, members []Member) (map[policy.Key]uint32, error) {
+	var slots []slot
+	r, err := OpenReader(o)
+	switch {
+	case err == nil:
+		slots, err = readSlots(r.maps)
+		r.Close()
+	case errors.Is(err, ErrNotLoaded), errors.Is(err, ErrOtherRelease):
+		err = nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	found, _, err := o.strays(ctx, plan, members, slots)
+	if err != nil {
+		return nil, err
+	}
+	n := map[policy.Key]uint32{}
+	for _, s := range found {
+		for _, h := range plan.Route(s.compartment, s.provider).Holds {
+			n[plan.Bulkheads[h].Key]++
+		}
+	}
+	return n, nil
+}
+
+// stray is a connection that is to be adopted.
+type stray struct {
+	sockets.Socket
+	netns       uint64
+	provider    uint32
+	compartment uint32
+	cgroup      uint64 // where it belongs
+	pid         uint32
+	comm        string
+}
+
+// strays are the connections that have no slot and that a plan would have given one.
+func (o Options) strays(ctx context.Context, plan *policy.Plan, members []Member, slots []slot) (all []stray, out Adopted, err error) {
 	have := make(map[uint64]bool, len(slots))
 	for _, s := range slots {
 		have[s.Cookie] = true
@@ -62,14 +118,14 @@ func (k *Kernel) Adopt(ctx context.Context) (Adopted, error) {
 			out.Errors = append(out.Errors, fmt.Errorf("%s: %w", d.Namespace, d.Err))
 		}
 		// What the dump did see is there.
-		found = append(found, strays(f.plan, d, have)...)
+		found = append(found, candidates(plan, d, have)...)
 	}
 	if len(found) == 0 {
-		return out, nil
+		return nil, out, nil
 	}
-	places, err := k.compartments(f)
+	places, err := o.compartments(members)
 	if err != nil {
-		return out, err
+		return nil, out, err
 	}
 	identify(found)
 	for _, s := range found {
@@ -78,33 +134,18 @@ func (k *Kernel) Adopt(ctx context.Context) (Adopted, error) {
 			out.Unplaced++
 			continue
 		}
-		if c.Protected || f.plan.Route(c.Compartment, s.provider).CountOnly {
+		if c.Protected || plan.Route(c.Compartment, s.provider).CountOnly {
 			continue
 		}
-		done, err := k.adopt(f, s, c.Compartment)
-		if err != nil {
-			return out, err
-		}
-		if done {
-			out.Slots++
-		}
+		s.compartment = c.Compartment
+		all = append(all, s)
 	}
-	return out, k.dropTwins()
+	return all, out, nil
 }
 
-// stray is a connection that may have to be adopted.
-type stray struct {
-	sockets.Socket
-	netns    uint64
-	provider uint32
-	cgroup   uint64 // where it belongs
-	pid      uint32
-	comm     string
-}
-
-// strays are the connections of a dump that have no slot and that some compartment's
+// candidates are the connections of a dump that have no slot and that some compartment's
 // route would give one.
-func strays(plan *policy.Plan, d sockets.Dump, have map[uint64]bool) []stray {
+func candidates(plan *policy.Plan, d sockets.Dump, have map[uint64]bool) []stray {
 	slotted := make([]bool, len(plan.Providers))
 	for _, r := range plan.Routes {
 		slotted[r.Provider] = slotted[r.Provider] || !r.CountOnly
@@ -202,16 +243,16 @@ func cgroup2Mounts() (all []string) {
 
 // compartments says of every cgroup below our root which compartment it is in: that of
 // the deepest cgroup at or above it that the plan names.
-func (k *Kernel) compartments(f *inForce) (map[uint64]Member, error) {
-	named := make(map[uint64]Member, len(f.members))
-	for _, m := range f.members {
+func (o Options) compartments(members []Member) (map[uint64]Member, error) {
+	named := make(map[uint64]Member, len(members))
+	for _, m := range members {
 		named[m.CgroupID] = m
 	}
 	places := map[uint64]Member{}
 	above := map[string]Member{} // by path
-	err := filepath.WalkDir(k.o.CgroupRoot, func(path string, d fs.DirEntry, err error) error {
+	err := filepath.WalkDir(o.CgroupRoot, func(path string, d fs.DirEntry, err error) error {
 		gone := errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ENODEV)
-		if err != nil && (path == k.o.CgroupRoot || !gone) {
+		if err != nil && (path == o.CgroupRoot || !gone) {
 			return err
 		}
 		if err != nil || !d.IsDir() {
@@ -233,7 +274,7 @@ func (k *Kernel) compartments(f *inForce) (map[uint64]Member, error) {
 		return nil
 	})
 	if err != nil {
-		return nil, fmt.Errorf("walk %s: %w", k.o.CgroupRoot, err)
+		return nil, fmt.Errorf("walk %s: %w", o.CgroupRoot, err)
 	}
 	return places, nil
 }
@@ -242,8 +283,8 @@ func (k *Kernel) compartments(f *inForce) (map[uint64]Member, error) {
 const trueRoot = 1
 
 // adopt runs the program that does it.
-func (k *Kernel) adopt(f *inForce, s stray, compartment uint32) (bool, error) {
-	r := k.tables.routes[compartment*uint32(len(f.plan.Providers))+s.provider]
+func (k *Kernel) adopt(f *inForce, s stray) (bool, error) {
+	r := k.tables.routes[s.compartment*uint32(len(f.plan.Providers))+s.provider]
 	in := kernelAdopt{Slot: kernelSlot{
 		Cookie: s.Cookie, Netns: s.netns, BornNs: uint64(monotonic()), Addr: s.Remote.Addr().As16(), Port: s.Remote.Port(),
 		Pid: s.pid, Proto: s.Proto, Flags: uint8(kernelSlotFlagSLOT_ADOPTED), Traffic: r.Traffic, N: uint8(r.N),
