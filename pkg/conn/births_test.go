@@ -39,6 +39,7 @@ func TestBirths(t *testing.T) {
 		test{"every depth", testEveryDepth},
 		test{"ten thousand refused by the server", testManyRefused},
 		test{"given up early", testGivenUp},
+		test{"short connections far below the limit", testShort},
 		test{"a second path of MPTCP", testSubflows},
 		test{"TCP Fast Open", testFastOpen},
 		test{"io_uring", testRing},
@@ -581,6 +582,28 @@ func testGivenUp(in *instance) {
 	}
 	if n := in.snapshot().Totals.Slots; n != 0 {
 		in.Errorf("%d slots are left", n)
+	}
+}
+
+// Many short connections, five at a time, against a limit of ten times as many: none is
+// refused, and none is left behind, whether somebody reconciles or not.
+func testShort(in *instance) {
+	const connects, threads = 5_000, 5
+	_, cg := in.enforce("providers:\n  p: {cidrs: [127.1.0.0/16], limits: {connections: 50}}\nfeatures:\n  f: {class: batch}\n")
+	server := kerneltest.Serve(in, "127.1.0.7:0", kerneltest.Drain)
+	client := in.start(cg)
+	client.Storm(kerneltest.TCP4, server.Addr, threads)
+	kerneltest.Poll(in, "many connects", func() error {
+		if n := in.count(provider("p")).Accepted; n < connects {
+			return fmt.Errorf("%d", n)
+		}
+		return nil
+	})
+	counts := client.Calm()
+	in.want(0, 0, "after them")
+	b := in.count(provider("p"))
+	if b.refused() != 0 || b.Peak > threads || int(b.Accepted) != counts[0] || len(counts) != 1 {
+		in.Errorf("connects returned %v, counted %+v; want all accepted and at most %d at once", counts, b, threads)
 	}
 }
 

@@ -322,6 +322,7 @@ func TestNeighbourFlags(t *testing.T) {
 func TestNeighbours(t *testing.T) {
 	runAll(t,
 		test{"denies one port", testDeniesOnePort},
+		test{"denies datagrams", testDeniesDatagrams},
 		test{"rewrites the destination", testRewrites},
 		test{"counts state changes", testCountsStates},
 		test{"counts closes and packets", testCountsClosesAndPackets},
@@ -363,6 +364,32 @@ func testDeniesOnePort(in *instance) {
 		in.reconcile()
 		in.want(0, 0, "denied, after two Reconciles")
 		c.Close(fd)
+	}
+	if b := in.count(provider("p")); b.refused() != 0 {
+		in.Errorf("%d counted as refused by us", b.refused())
+	}
+}
+
+// The same of datagrams, which have no event of their own at all: what was taken for one
+// that a program after ours denies is the socket's, and goes with it.
+func testDeniesDatagrams(in *instance) {
+	client := udp(in)
+	early := in.Mkdir("f/early")
+	first := in.start(early)
+	newNeighbour(in, ebpf.AttachCGroupUDP4Sendmsg, denying(7777)...).mustAttach(early.Path, allowMulti)
+	newNeighbour(in, ebpf.AttachCGroupUDP4Sendmsg, denying(7777)...).mustAttach(in.Cgroup.Path, allowMulti)
+	for name, c := range map[string]*kerneltest.Client{"before ours": first, "after ours": client} {
+		for range 20 { // ten times the limit
+			fd := c.Socket(kerneltest.UDP4)
+			wantErrno(in, c.SendTo(fd, "127.1.0.1:7777", 10), syscall.EPERM, "a datagram that is denied "+name)
+			if name == "before ours" && HaveErrno() {
+				in.want(0, 0, "denied "+name)
+			}
+			wantErrno(in, c.SendTo(fd, "127.1.0.1:80", 10), 0, "a datagram to another port")
+			in.want(1, 0, "after it")
+			c.Close(fd)
+			in.want(0, 0, "after the close")
+		}
 	}
 	if b := in.count(provider("p")); b.refused() != 0 {
 		in.Errorf("%d counted as refused by us", b.refused())
