@@ -611,6 +611,18 @@ func testShort(in *instance) {
 // in the root cgroup: however they are counted, none is left when the connection is
 // closed, and the first is held until then.
 func testSubflows(in *instance) {
+	subflows(in, func() {
+		in.reconcile()
+		in.reconcile()
+		if n := in.count(provider("p")).InUse; n < 1 || n > 3 {
+			in.Errorf("%d in use by three paths of one connection", n)
+		}
+	})
+}
+
+// subflows is a connection over three paths, while open runs.
+func subflows(in *instance, open func()) {
+	in.Helper()
 	_, cg := in.enforce(twoProviders)
 	ns := kerneltest.NewNetns(in)
 	client := in.startIn(ns, cg)
@@ -644,11 +656,7 @@ func testSubflows(in *instance) {
 		}
 		return nil
 	})
-	in.reconcile()
-	in.reconcile()
-	if n := in.count(provider("p")).InUse; n < 1 || n > 3 {
-		in.Errorf("%d in use by three paths of one connection", n)
-	}
+	open()
 	client.Close(fd)
 	in.empty("after the close")
 }
