@@ -31,6 +31,7 @@ func TestBirths(t *testing.T) {
 		test{"the path is cut", testPathCut},
 		test{"half closed", testHalfClosed},
 		test{"twenty-five in CLOSE_WAIT", testManyCloseWait},
+		test{"connected to itself", testSelf},
 		test{"passed on", testPassed},
 		test{"a hundred kills in every state", testManyKills},
 		test{"a hundred accepted", testManyAccepted},
@@ -303,6 +304,23 @@ func testManyCloseWait(in *instance) {
 	client.Close(fds[:5]...)
 	in.want(n-5, 0, "after closing five")
 	client.Close(fds[5:]...)
+}
+
+// A socket that connects to its own port is its own peer (a simultaneous open, RFC 9293,
+// figure 7) and one connection.
+func testSelf(in *instance) {
+	client, _ := two(in)
+	for kind, addr := range map[kerneltest.Kind]string{kerneltest.TCP4: "127.1.0.1:7000", kerneltest.TCP6: "[::ffff:127.1.0.1]:7001"} {
+		fd := client.Socket(kind)
+		client.Bind(fd, addr)
+		wantErrno(in, client.Connect(fd, addr), 0, "connect to itself")
+		in.want(1, 0, "connected to itself")
+		client.Exchange(fd, 1, 10_000)
+		in.want(1, 0, "connected to itself, with data")
+		client.Close(fd)
+		in.want(0, 0, "after the close")
+		in.empty("after the close")
+	}
 }
 
 // A descriptor goes to another process over a Unix socket. Whoever has it holds it, be it
