@@ -1,7 +1,10 @@
 package model
 
 import (
+	"cmp"
+	"maps"
 	"math/rand/v2"
+	"slices"
 )
 
 // forks is how many copies of descriptors there may be at a time.
@@ -27,6 +30,8 @@ type generator struct {
 type made struct {
 	kind   Sock
 	number int
+	used   bool // an operation on it has been made
+	listen bool
 }
 
 func newGenerator(seed uint64, workers int) *generator {
@@ -43,13 +48,13 @@ func (g *generator) descriptor() uint8 { return uint8(g.n(descs)) }
 func (g *generator) round() []Op {
 	var ops []Op
 	g.shared = map[int]string{}
-	for range g.n(6) {
+	for range g.n(12) {
 		if o, ok := g.share(); ok {
 			ops = append(ops, o)
 		}
 	}
-	n := g.workers * lanes * (5 + g.n(25))
-	beside := g.n(4)
+	n := g.workers * lanes * (5 + g.n(50))
+	beside := g.n(8)
 	for i := range n {
 		if g.n(n) < beside {
 			ops = append(ops, g.beside())
@@ -69,11 +74,16 @@ func (g *generator) round() []Op {
 
 // share makes one more descriptor of a socket.
 func (g *generator) share() (Op, bool) {
-	o := Op{Kind: Dup, W: g.worker(), L: g.lane(), D: g.descriptor(), W2: g.worker(), L2: g.lane(), D2: g.descriptor()}
-	from, ok := g.has[desc{o.W, o.L, o.D}]
-	if !ok {
-		return o, false
+	if len(g.has) == 0 {
+		return Op{}, false
 	}
+	// Sorted, because a map has another order each time.
+	all := slices.SortedFunc(maps.Keys(g.has), func(a, b desc) int {
+		return cmp.Or(cmp.Compare(a.w, b.w), cmp.Compare(a.l, b.l), cmp.Compare(a.d, b.d))
+	})
+	key := all[g.n(len(all))]
+	o := Op{Kind: Dup, W: key.w, L: key.l, D: key.d, W2: g.worker(), L2: g.lane(), D2: g.descriptor()}
+	from := g.has[key]
 	target := desc{o.W, o.L2, o.D2}
 	switch g.n(5) {
 	case 0:
@@ -146,17 +156,26 @@ func (g *generator) thread(w, l uint8) Op {
 	if !ok {
 		o.Kind, o.Sock = Open, Sock(1+g.n(int(UDPMapped)))
 		g.socks++
-		g.has[key] = made{o.Sock, g.socks}
+		g.has[key] = made{kind: o.Sock, number: g.socks}
 		return o
 	}
 	o.Sock = m.kind
-	tcp := []Kind{Connect, Connect, Connect, Connect, ConnectWait, ConnectWait, Unspec, Unspec, Shutdown, Close, Close, Close, Reset, Reset, Bind, Listen, Accept}
+	tcp := []Kind{Connect, Connect, Connect, Connect, ConnectWait, ConnectWait, Unspec, Unspec, Shutdown, Close, Close, Reset, Reset}
+	unused := append(tcp[:8:8], Bind, Listen)
+	listener := []Kind{Accept, Accept, Accept, Connect, Unspec, Shutdown, Close}
 	udp := []Kind{Connect, Connect, Connect, Sendto, Sendto, Sendto, Sendto, Sendto, Unspec, Close, Close, Bind}
-	if m.kind.udp() {
+	switch {
+	case m.kind.udp():
 		o.Kind = udp[g.n(len(udp))]
-	} else {
+	case m.listen:
+		o.Kind = listener[g.n(len(listener))]
+	case !m.used:
+		o.Kind = unused[g.n(len(unused))]
+	default:
 		o.Kind = tcp[g.n(len(tcp))]
 	}
+	m.used, m.listen = true, m.listen || o.Kind == Listen
+	g.has[key] = m
 	switch o.Kind {
 	case Close, Reset:
 		delete(g.has, key)
@@ -167,9 +186,8 @@ func (g *generator) thread(w, l uint8) Op {
 			o.Kind = Connect
 			break
 		}
-		// Most are no listeners, and then there is no such descriptor: it is skipped.
 		g.socks++
-		g.has[target] = made{m.kind, g.socks}
+		g.has[target] = made{kind: m.kind, number: g.socks, used: true}
 	}
 	if o.Kind == Connect || o.Kind == ConnectWait || o.Kind == Sendto {
 		o.Arg = uint8(g.n(2))

@@ -326,8 +326,11 @@ func (m *model) end(f *flight, a answer, answered bool) error {
 		}
 	case Shutdown:
 		// The slot of a connection goes when the peer has closed too.
-		if s.phase == stuck {
+		switch s.phase {
+		case stuck:
 			m.set(s, s.slots, !m.loose)
+		case listening:
+			s.phase = fresh
 		}
 	case Unspec:
 		if a.errno != 0 {

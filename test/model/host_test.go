@@ -9,4 +9,5 @@ const (
 	defaultDuration = time.Minute
 	defaultCycles   = 20_000
 	patience        = 10 * time.Second // until what must become true has
+	replayPatience  = 2 * time.Second
 )

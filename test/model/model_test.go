@@ -45,6 +45,6 @@ func TestModel(t *testing.T) {
 	}
 	if err != nil {
 		t.Errorf("round %d, after %s, seed %d: %v", rounds, lasted.Round(time.Millisecond), seed, err)
-		g.explain(s.log, marks)
+		g.explain(*workersFlag, s.log, marks)
 	}
 }

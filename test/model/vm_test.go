@@ -9,4 +9,5 @@ const (
 	defaultDuration = 30 * time.Second
 	defaultCycles   = 4_000
 	patience        = 60 * time.Second
+	replayPatience  = 10 * time.Second
 )
