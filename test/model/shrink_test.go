@@ -33,13 +33,10 @@ func shrink[T any](seq []T, fails func([]T) bool, more func() bool) []T {
 	return seq
 }
 
-// shrinking is how long a sequence is made shorter.
-const shrinking = 2 * time.Minute
-
 // explain runs what was done once more, one operation after the other, and prints the
 // shortest sequence found that fails. It is tried with the last rounds first.
 func (g *stage) explain(workers int, log []Op, marks []int) {
-	over := time.Now().Add(shrinking)
+	over := time.Now().Add(*shrinkFlag)
 	more := func() bool { return time.Now().Before(over) }
 	var last error
 	runs := 0

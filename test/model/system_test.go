@@ -682,7 +682,29 @@ func (s *system) quiet(reconcile bool) error {
 	if err := s.settle(); err != nil {
 		return fmt.Errorf("after reconciling: %w", err)
 	}
-	return nil
+	return s.buried()
+}
+
+// buried waits until slots has no entry but of those who hold something, and of sockets
+// that the kernel still closes, whose bytes are to be counted.
+func (s *system) buried() error {
+	for range 2 {
+		if _, err := s.reconcile(); err != nil {
+			return fmt.Errorf("reconcile: %w", err)
+		}
+	}
+	return s.poll(func(dump sockets.Dump, snap *conn.Snapshot) error {
+		most := len(snap.Connections)
+		for _, so := range dump.Sockets {
+			if so.Proto == unix.IPPROTO_TCP && so.Inode == 0 && ours(so.Remote) {
+				most++
+			}
+		}
+		if n := snap.Totals.Slots; n > uint64(most) {
+			return fmt.Errorf("after reconciling four times: %d entries in slots, want at most the %d of connections and of sockets that close", n, most)
+		}
+		return nil
+	})
 }
 
 func (s *system) dump() (sockets.Dump, error) {
@@ -691,7 +713,9 @@ func (s *system) dump() (sockets.Dump, error) {
 }
 
 // settle waits until the kernel's counts, the model and the sockets that exist agree.
-func (s *system) settle() error {
+func (s *system) settle() error { return s.poll(s.model.compare) }
+
+func (s *system) poll(agrees func(sockets.Dump, *conn.Snapshot) error) error {
 	for deadline := time.Now().Add(s.patience); ; time.Sleep(time.Millisecond) {
 		dump, err := s.dump()
 		if err != nil {
@@ -701,7 +725,7 @@ func (s *system) settle() error {
 		if err != nil {
 			return err
 		}
-		err = s.model.compare(dump, snap)
+		err = agrees(dump, snap)
 		if err == nil || time.Now().After(deadline) {
 			return err
 		}
