@@ -152,6 +152,14 @@ func (g *generator) beside() Op {
 func (g *generator) thread(w, l uint8) Op {
 	key := desc{w, l, g.descriptor()}
 	o := Op{W: w, L: l, D: key.d}
+	if g.one(60) {
+		o.Kind, o.Sock = Storm, Sock(1+g.n(int(UDPMapped)))
+		o.Dest, o.D2 = g.dest(made{kind: o.Sock}), g.dest(made{kind: o.Sock})
+		if !o.Sock.udp() || onePerUDPSocket {
+			o.D2 = o.Dest
+		}
+		return o
+	}
 	m, ok := g.has[key]
 	if !ok {
 		o.Kind, o.Sock = Open, Sock(1+g.n(int(UDPMapped)))

@@ -1,6 +1,7 @@
 package model
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -73,6 +74,7 @@ type flight struct {
 	key    desc
 	life   int   // of the process
 	want   *hold // what it takes if it is admitted; nil if it is not ours to refuse
+	also   *hold // what a storm's other threads take
 	before phase
 	had    bool // UDP: it held just that, surely, so there is nothing to admit
 	sure   bool // what it held was
@@ -202,8 +204,9 @@ func just(h *hold) map[*hold]bool {
 	return map[*hold]bool{h: true}
 }
 
-// begin notes that an operation starts; nil if it is not possible. It may take want.
-func (m *model) begin(o Op, want *hold) *flight {
+// begin notes that an operation starts; nil if it is not possible. It may take want, and
+// a storm's other threads also.
+func (m *model) begin(o Op, want, also *hold) *flight {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	key := desc{o.W, o.L, o.D}
@@ -213,6 +216,11 @@ func (m *model) begin(o Op, want *hold) *flight {
 	case Open:
 		if s != nil {
 			return nil
+		}
+	case Storm:
+		f.sock, f.want = nil, want
+		if o.Sock.udp() {
+			f.also = also
 		}
 	case Accept:
 		if s == nil || s.phase != listening || m.descs[desc{o.W, o.L2, o.D2}] != nil {
@@ -256,12 +264,14 @@ func (m *model) begin(o Op, want *hold) *flight {
 		}
 	}
 	m.ops[o.Kind]++
-	if f.want != nil {
-		m.add(m.possible, f.want, 1)
+	for _, h := range []*hold{f.want, f.also} {
+		if h != nil {
+			m.add(m.possible, h, 1)
+		}
 	}
 	f.least, f.most, f.plans = slices.Clone(m.certain), slices.Clone(m.possible), m.inForce
 	m.flights[f] = true
-	if s != nil && !(o.Kind == Sendto && f.had) {
+	if f.sock != nil && !(o.Kind == Sendto && f.had) {
 		switch o.Kind {
 		case Close, Reset:
 			if s.descs > 1 {
@@ -287,8 +297,10 @@ func (m *model) end(f *flight, a answer, answered bool) error {
 	if f.counts {
 		f.sock.busy--
 	}
-	if f.want != nil {
-		m.add(m.possible, f.want, -1)
+	for _, h := range []*hold{f.want, f.also} {
+		if h != nil {
+			m.add(m.possible, h, -1)
+		}
 	}
 	if !answered || m.life[f.op.W] != f.life {
 		m.outcomes["killed"]++
@@ -300,6 +312,23 @@ func (m *model) end(f *flight, a answer, answered bool) error {
 	m.outcomes[fmt.Sprintf("%s %s", f.op.Kind, errnoName(a.errno))]++
 	s := f.sock
 	switch f.op.Kind {
+	case Storm:
+		if a.errno != 0 {
+			return fmt.Errorf("%s: %w", f.op, a.errno)
+		}
+		if a.pid == 0 {
+			return nil
+		}
+		m.outcomes["storm refused"] += a.pid
+		if f.also == nil || f.want == nil {
+			f.want = cmp.Or(f.want, f.also)
+			return m.refused(f)
+		}
+		// Either may be the one.
+		if err := m.refused(f); err != nil {
+			f.want = f.also
+			return m.refused(f)
+		}
 	case Open, Accept:
 		if a.errno != 0 {
 			return fmt.Errorf("%s: %w", f.op, a.errno)

@@ -25,6 +25,9 @@ const (
 	Bind   // to any address and port
 	Listen // bind and listen
 	Accept // connect to the own listener D, accept into D2
+	// Storm is many short lives of a socket of its own: TCP connects and resets; UDP is
+	// sent through by several threads at once, to Dest and to the destination D2.
+	Storm
 
 	Dup  // D into D2 of thread L2, the same process
 	Pass // D into D2 of thread L2 of process W2, by SCM_RIGHTS
@@ -44,14 +47,14 @@ const (
 )
 
 var kindNames = [...]string{Open: "socket", Connect: "connect", ConnectWait: "connect+wait", Sendto: "sendto", Unspec: "unspec",
-	Shutdown: "shutdown", Close: "close", Reset: "reset", Bind: "bind", Listen: "listen", Accept: "accept", Dup: "dup", Pass: "pass",
+	Shutdown: "shutdown", Close: "close", Reset: "reset", Bind: "bind", Listen: "listen", Accept: "accept", Storm: "storm", Dup: "dup", Pass: "pass",
 	Fork: "fork", Kill: "kill", EndFork: "end-fork", Move: "move", Members: "members", Reload: "reload", Cut: "cut", Mend: "mend",
 	Hangup: "hangup", HangupRST: "hangup-rst", Reconcile: "reconcile", Quiet: "quiet"}
 
 func (k Kind) String() string { return kindNames[k] }
 
 // byThread are run by the threads, alone are run with nothing beside them.
-func (k Kind) byThread() bool { return k <= Accept }
+func (k Kind) byThread() bool { return k <= Storm }
 func (k Kind) alone() bool    { return k == Dup || k == Pass || k == Fork || k == Quiet }
 
 // Sock is a kind of socket. The mapped ones are IPv6 sockets that only ever have
@@ -100,6 +103,8 @@ func (o Op) String() string {
 		if o.Arg != 0 {
 			b.WriteString(" in the other form")
 		}
+	case Storm:
+		fmt.Fprintf(&b, " %d.%d %s to %s, %s", o.W, o.L, o.Sock, dests[o.Dest], dests[o.D2])
 	case Unspec, Shutdown, Close, Reset, Bind, Listen:
 		b.WriteString(desc(o.W, o.L, o.D))
 	case Accept, Dup:

@@ -510,6 +510,9 @@ func (s *system) runThread(o Op) error {
 	m.mu.Lock()
 	on := m.descs[key]
 	var shared bool
+	if o.Kind == Storm {
+		on = nil
+	}
 	if on != nil {
 		o.Sock = on.kind
 		shared = o.Kind == Sendto && len(on.owners) == 1
@@ -526,11 +529,15 @@ func (s *system) runThread(o Op) error {
 	}
 	d := dests[o.Dest]
 	s.note(o)
-	f := m.begin(o, m.holdOf(at, d.Provider, o.Sock.udp()))
+	var also *hold
+	if o.Kind == Storm {
+		also = m.holdOf(at, dests[o.D2].Provider, o.Sock.udp())
+	}
+	f := m.begin(o, m.holdOf(at, d.Provider, o.Sock.udp()), also)
 	if f == nil {
 		return nil
 	}
-	if f.sock != on && o.Kind != Open {
+	if f.sock != on && o.Kind != Open && o.Kind != Storm {
 		return fmt.Errorf("%s: the descriptor is another socket's now", o)
 	}
 	// What is under way would be waited for.

@@ -10,6 +10,7 @@ import (
 	"runtime"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"unsafe"
 
@@ -44,7 +45,7 @@ type call struct {
 type answer struct {
 	errno  syscall.Errno
 	cookie uint64 // Open, Accept
-	pid    int    // Fork
+	pid    int    // Fork; Storm: refusals with EAGAIN or EPERM
 }
 
 const (
@@ -163,6 +164,8 @@ func (t *table) do(c call) (a answer) {
 		t[c.L2][c.D2], err = receive()
 	case Fork:
 		a.pid, err = fork(*fd)
+	case Storm:
+		a.pid, err = storm(c)
 	default:
 		return answer{errno: fault}
 	}
@@ -264,6 +267,56 @@ func fork(fd int) (int, error) {
 	}
 	go cmd.Wait()
 	return cmd.Process.Pid, nil
+}
+
+// storms is how many lives a storm has, stormThreads how many send at once.
+const (
+	storms       = 20
+	stormThreads = 2
+)
+
+func storm(c call) (refused int, err error) {
+	other := c.Op
+	other.Dest = c.D2
+	count := func(err error) int {
+		if errors.Is(err, unix.EAGAIN) || errors.Is(err, unix.EPERM) {
+			return 1
+		}
+		return 0
+	}
+	for range storms {
+		fd, err := newSocket(c.Sock)
+		if err != nil {
+			return refused, err
+		}
+		if !c.Sock.udp() {
+			unix.SetNonblock(fd, c.nonblock)
+			refused += count(connect(fd, c.Op))
+			unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
+			unix.Close(fd)
+			continue
+		}
+		// All wait in a loop of their own: woken by a call, they would come one by one.
+		var ready, total atomic.Int32
+		var done sync.WaitGroup
+		for i := range stormThreads {
+			op := c.Op
+			if i == 0 {
+				op = other
+			}
+			done.Go(func() {
+				sa := address(op)
+				ready.Add(1)
+				for spins := 0; ready.Load() < stormThreads && spins < 1e6; spins++ {
+				}
+				total.Add(int32(count(unix.Sendto(fd, []byte("x"), 0, sa))))
+			})
+		}
+		done.Wait()
+		refused += int(total.Load())
+		unix.Close(fd)
+	}
+	return refused, nil
 }
 
 // copyMain is a process that only has what it inherited.
