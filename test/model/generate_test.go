@@ -155,7 +155,7 @@ func (g *generator) thread(w, l uint8) Op {
 	if g.one(60) {
 		o.Kind, o.Sock = Storm, Sock(1+g.n(int(UDPMapped)))
 		o.Dest, o.D2 = g.dest(made{kind: o.Sock}), g.dest(made{kind: o.Sock})
-		if !o.Sock.udp() || onePerUDPSocket {
+		if o.Sock.udp() && onePerUDPSocket || g.one(2) {
 			o.D2 = o.Dest
 		}
 		return o

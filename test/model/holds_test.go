@@ -86,6 +86,14 @@ type flight struct {
 	disturbed   bool  // peers did something to what is connected
 }
 
+// times is how often it may take what it takes.
+func (f *flight) times() int {
+	if f.op.Kind == Storm {
+		return stormMost
+	}
+	return 1
+}
+
 // model is what all sockets hold.
 type model struct {
 	mu     sync.Mutex
@@ -99,6 +107,10 @@ type model struct {
 	copies  map[uint8]*sock // by number
 	life    map[uint8]int   // a process's number counts up when it is killed
 	inForce uint            // plans, by bit; two while they are being exchanged
+	// While a process is being killed nothing of it is sure, and while a server hangs up
+	// nothing that connects.
+	dying   map[uint8]bool
+	hanging bool
 	// loose: a Reconcile has run beside operations, so what is stuck may be free.
 	loose bool
 
@@ -112,7 +124,7 @@ type model struct {
 func newModel(compiled []*policy.Plan, errno syscall.Errno) (*model, error) {
 	m := &model{
 		plan: compiled[0], errno: errno,
-		descs: map[desc]*sock{}, socks: map[*sock]bool{}, copies: map[uint8]*sock{}, life: map[uint8]int{},
+		descs: map[desc]*sock{}, socks: map[*sock]bool{}, copies: map[uint8]*sock{}, life: map[uint8]int{}, dying: map[uint8]bool{},
 		inForce: 1, flights: map[*flight]bool{}, ops: map[Kind]int{}, outcomes: map[string]int{},
 	}
 	for _, p := range compiled {
@@ -219,9 +231,7 @@ func (m *model) begin(o Op, want, also *hold) *flight {
 		}
 	case Storm:
 		f.sock, f.want = nil, want
-		if o.Sock.udp() {
-			f.also = also
-		}
+		f.also = also
 	case Accept:
 		if s == nil || s.phase != listening || m.descs[desc{o.W, o.L2, o.D2}] != nil {
 			return nil
@@ -266,9 +276,10 @@ func (m *model) begin(o Op, want, also *hold) *flight {
 	m.ops[o.Kind]++
 	for _, h := range []*hold{f.want, f.also} {
 		if h != nil {
-			m.add(m.possible, h, 1)
+			m.add(m.possible, h, f.times())
 		}
 	}
+	f.disturbed = m.hanging
 	f.least, f.most, f.plans = slices.Clone(m.certain), slices.Clone(m.possible), m.inForce
 	m.flights[f] = true
 	if f.sock != nil && !(o.Kind == Sendto && f.had) {
@@ -294,12 +305,15 @@ func (m *model) end(f *flight, a answer, answered bool) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	delete(m.flights, f)
+	if f.sock != nil && m.dying[f.op.W] {
+		defer m.unsure(f.sock)
+	}
 	if f.counts {
 		f.sock.busy--
 	}
 	for _, h := range []*hold{f.want, f.also} {
 		if h != nil {
-			m.add(m.possible, h, -1)
+			m.add(m.possible, h, -f.times())
 		}
 	}
 	if !answered || m.life[f.op.W] != f.life {
@@ -550,6 +564,7 @@ func copied(n uint8) int { return 1000 + int(n) }
 func (m *model) killing(w uint8) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	m.dying[w] = true
 	for key, s := range m.descs {
 		if key.w == w && s.descs == s.owners[int(w)] {
 			m.unsure(s)
@@ -566,6 +581,7 @@ func (m *model) killed(w uint8) {
 		}
 	}
 	m.life[w]++
+	delete(m.dying, w)
 }
 
 // flipping and flipped are before and after a plan comes in force.
@@ -584,10 +600,11 @@ func (m *model) flipped(plan uint8) {
 	m.inForce = 1 << plan
 }
 
-// disturb says that a server does something to what is connected to it.
+// disturb says that a server does something to what is connected to it, until calm.
 func (m *model) disturb(d destination) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	m.hanging = true
 	for f := range m.flights {
 		f.disturbed = true
 	}
@@ -596,6 +613,12 @@ func (m *model) disturb(d destination) {
 			m.unsure(s)
 		}
 	}
+}
+
+func (m *model) calm() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.hanging = false
 }
 
 // reconciling says that what nothing shows may be freed from now on.

@@ -25,8 +25,8 @@ const (
 	Bind   // to any address and port
 	Listen // bind and listen
 	Accept // connect to the own listener D, accept into D2
-	// Storm is many short lives of a socket of its own: TCP connects and resets; UDP is
-	// sent through by several threads at once, to Dest and to the destination D2.
+	// Storm is many short lives of sockets of its own: two threads at the same moment
+	// connect them, or send through one, to Dest and to the destination D2.
 	Storm
 
 	Dup  // D into D2 of thread L2, the same process

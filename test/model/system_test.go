@@ -470,6 +470,7 @@ func (s *system) run(o Op) error {
 		at := s.servers[int(o.Arg)%len(s.servers)]
 		m.disturb(at.destination)
 		at.Hangup(o.Kind == HangupRST)
+		m.calm()
 	case Reconcile:
 		m.reconciling()
 		_, err := s.reconcile()
@@ -541,7 +542,7 @@ func (s *system) runThread(o Op) error {
 		return fmt.Errorf("%s: the descriptor is another socket's now", o)
 	}
 	// What is under way would be waited for.
-	a, ok := w.do(call{o, d.wire || f.before == connecting})
+	a, ok := w.do(call{o, d.wire || f.before == connecting || o.Kind == Storm && dests[o.D2].wire})
 	if !ok {
 		<-w.gone
 	}

@@ -269,54 +269,93 @@ func fork(fd int) (int, error) {
 	return cmd.Process.Pid, nil
 }
 
-// storms is how many lives a storm has, stormThreads how many send at once.
+// A storm is so many times: sockets are opened until one is refused, or there are so
+// many, and closed. For each, two threads do the same at the same moment: each connects a
+// TCP socket of its own, or sends through one UDP socket.
 const (
-	storms       = 20
-	stormThreads = 2
+	storms    = 8
+	stormMost = 8 // sockets
 )
 
 func storm(c call) (refused int, err error) {
+	type try struct {
+		fd int
+		op Op
+	}
+	one := func(t try) bool {
+		var err error
+		if c.Sock.udp() {
+			err = unix.Sendto(t.fd, []byte("x"), 0, address(t.op))
+		} else {
+			err = connect(t.fd, t.op)
+		}
+		return errors.Is(err, unix.EAGAIN) || errors.Is(err, unix.EPERM)
+	}
+	// They wait for each other in a loop: woken by a call, one would be late. But not for
+	// long, where there is one processor.
+	var ready atomic.Int32
+	meet := func(n int32) {
+		ready.Add(1)
+		for spins := 0; ready.Load() < n && spins < 100_000; spins++ {
+		}
+	}
+	tries, results := make(chan try), make(chan bool)
+	defer close(tries)
+	go func() {
+		runtime.LockOSThread()
+		n := int32(0)
+		for t := range tries {
+			n += 2
+			meet(n)
+			results <- one(t)
+		}
+	}()
 	other := c.Op
 	other.Dest = c.D2
-	count := func(err error) int {
-		if errors.Is(err, unix.EAGAIN) || errors.Is(err, unix.EPERM) {
-			return 1
-		}
-		return 0
-	}
+	n := int32(0)
 	for range storms {
-		fd, err := newSocket(c.Sock)
-		if err != nil {
-			return refused, err
-		}
-		if !c.Sock.udp() {
-			unix.SetNonblock(fd, c.nonblock)
-			refused += count(connect(fd, c.Op))
-			unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
-			unix.Close(fd)
-			continue
-		}
-		// All wait in a loop of their own: woken by a call, they would come one by one.
-		var ready, total atomic.Int32
-		var done sync.WaitGroup
-		for i := range stormThreads {
-			op := c.Op
-			if i == 0 {
-				op = other
+		var fds []int
+		for full := false; !full && len(fds) < stormMost && err == nil; {
+			var pair [2]int
+			if pair[0], err = stormSocket(c); err != nil {
+				break
 			}
-			done.Go(func() {
-				sa := address(op)
-				ready.Add(1)
-				for spins := 0; ready.Load() < stormThreads && spins < 1e6; spins++ {
+			fds = append(fds, pair[0])
+			if pair[1] = pair[0]; !c.Sock.udp() {
+				if pair[1], err = stormSocket(c); err != nil {
+					break
 				}
-				total.Add(int32(count(unix.Sendto(fd, []byte("x"), 0, sa))))
-			})
+				fds = append(fds, pair[1])
+			}
+			tries <- try{pair[1], other}
+			n += 2
+			meet(n)
+			for _, was := range []bool{one(try{pair[0], c.Op}), <-results} {
+				if was {
+					full = true
+					refused++
+				}
+			}
 		}
-		done.Wait()
-		refused += int(total.Load())
-		unix.Close(fd)
+		for _, fd := range fds {
+			if !c.Sock.udp() {
+				unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
+			}
+			unix.Close(fd)
+		}
 	}
-	return refused, nil
+	return refused, err
+}
+
+// stormSocket makes one. UDP is bound, or the first send would lock it for that.
+func stormSocket(c call) (int, error) {
+	fd, err := newSocket(c.Sock)
+	if err == nil && c.Sock.udp() {
+		err = unix.Bind(fd, anyAddress(c.Sock))
+	} else if err == nil {
+		err = unix.SetNonblock(fd, c.nonblock)
+	}
+	return fd, err
 }
 
 // copyMain is a process that only has what it inherited.
