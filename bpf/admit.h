@@ -5,7 +5,7 @@
 #ifndef BULKHEAD_ADMIT_H
 #define BULKHEAD_ADMIT_H
 
-#include "maps.h"
+#include "slots.h"
 
 /* Fixed at load. */
 const volatile __u32 have_retval = 1; /* bpf_set_retval and bpf_get_retval: kernel 5.18 */
@@ -13,7 +13,6 @@ const volatile __u32 have_comm = 1;   /* bpf_get_current_comm: CAP_PERFMON */
 
 #define EPERM 1
 #define PROTO_UDP 17
-#define EEXIST 17
 #define RACES 64 /* lost compare-and-swaps in a row before a place counts as contended */
 #define ROUNDS 3 /* the whole admission: once, and at most twice again */
 
@@ -35,55 +34,6 @@ static __always_inline void count(__u32 total)
 		__sync_fetch_and_add(n, 1);
 }
 
-/* Note in the filter before slots that an entry comes (1) or is gone (-1). */
-static __always_inline void note_cookie(__u64 cookie, int change)
-{
-	__u32 at = cookie & (COOKIES - 1);
-	__u32 *n = bpf_map_lookup_elem(&cookies, &at);
-
-	if (n)
-		__sync_fetch_and_add(n, change);
-}
-
-static __always_inline int may_have_slot(__u64 cookie)
-{
-	__u32 at = cookie & (COOKIES - 1);
-	__u32 *n = bpf_map_lookup_elem(&cookies, &at);
-
-	return !n || *(volatile __u32 *)n;
-}
-
-/* The part of a word that says whose it is. */
-#define WORD_COOKIE(cookie) ((cookie) << 40)
-#define WORD_COOKIE_MASK (0xffffffULL << 40)
-
-/*
- * The slot of a socket and, in *seen, its word. None if the element was deleted and
- * reused for another socket before its word was read.
- */
-static __always_inline struct slot *find_slot(__u64 *cookie, __u64 *seen)
-{
-	struct slot *s;
-
-	if (!may_have_slot(*cookie))
-		return 0;
-	s = bpf_map_lookup_elem(&slots, cookie);
-	if (!s)
-		return 0;
-	*seen = *(volatile __u64 *)&s->word;
-	return (*seen & WORD_COOKIE_MASK) == WORD_COOKIE(*cookie) ? s : 0;
-}
-
-/* Only one of those who delete an entry succeeds, so the filter is lowered once. */
-static __always_inline int delete_slot(__u64 *cookie)
-{
-	int err = bpf_map_delete_elem(&slots, cookie);
-
-	if (!err)
-		note_cookie(*cookie, -1);
-	return err;
-}
-
 enum taken {
 	TAKEN = 0,
 	FULL = 1,
@@ -91,10 +41,11 @@ enum taken {
 };
 
 /*
- * One try to take a place of a bulkhead, never above the limit. The verifier looks at
- * a global function once, and not for every hold of every round.
+ * One try to take a place of a bulkhead, never above the limit; accepted of it is counted
+ * as such. The verifier looks at a global function once, and not for every hold of every
+ * round.
  */
-__noinline int try_place(__u32 index, __u32 limit)
+__noinline int try_place(__u32 index, __u32 limit, __u32 accepted)
 {
 	struct bulkhead *b = bpf_map_lookup_elem(&bulkheads, &index);
 	__u64 *word = (__u64 *)b, old, in_use, peak;
@@ -111,15 +62,15 @@ __noinline int try_place(__u32 index, __u32 limit)
 		peak = in_use;
 	if (__sync_val_compare_and_swap(word, old, peak << 32 | in_use) != old)
 		return RACED;
-	__sync_fetch_and_add(&b->accepted, 1);
+	__sync_fetch_and_add(&b->accepted, accepted);
 	return TAKEN;
 }
 
 /* Take a place, or FULL, or RACED if every try lost. */
-__noinline int take_place(__u32 index, __u32 limit)
+__noinline int take_place(__u32 index, __u32 limit, __u32 accepted)
 {
 	unrolled for (int i = 0; i < RACES; i++) {
-		int got = try_place(index, limit);
+		int got = try_place(index, limit, accepted);
 
 		if (got != RACED)
 			return got;
@@ -130,9 +81,9 @@ __noinline int take_place(__u32 index, __u32 limit)
 /* The same, in one call where nobody else is at it. */
 static __always_inline int take(__u32 index, __u32 limit)
 {
-	int got = try_place(index, limit);
+	int got = try_place(index, limit, 1);
 
-	return got == RACED ? take_place(index, limit) : got;
+	return got == RACED ? take_place(index, limit, 1) : got;
 }
 
 /*
@@ -156,17 +107,17 @@ __noinline int give_place(__u32 index, __u32 accepted)
 }
 
 /*
- * Swap the word of a slot from what the caller saw to the same with bits, and give
- * back what it held if nobody had. Only the winner gives back, and only what was
- * copied before the swap. 1 if this call won.
+ * Swap the word of a slot from what the caller saw to another, and give back what it held
+ * if nobody had. Only the winner gives back, and only what was copied before the swap. 1 if
+ * this call won.
  */
-static __always_inline int swap_slot(struct slot *s, __u64 seen, __u64 bits)
+static __always_inline int swap_slot(struct slot *s, __u64 seen, __u64 word)
 {
 	__u32 held[MAX_HOLDS];
 	__u32 n = s->n;
 
 	__builtin_memcpy(held, s->bulkheads, sizeof(held));
-	if (__sync_val_compare_and_swap(&s->word, seen, seen | bits) != seen)
+	if (__sync_val_compare_and_swap(&s->word, seen, word) != seen)
 		return 0;
 	if (seen & SLOT_RELEASED)
 		return 1;
@@ -178,20 +129,25 @@ static __always_inline int swap_slot(struct slot *s, __u64 seen, __u64 bits)
 /* Give a slot back, once. */
 static __always_inline int release_slot(struct slot *s, __u64 seen)
 {
-	return seen & SLOT_RELEASED ? 0 : swap_slot(s, seen, SLOT_RELEASED);
+	return seen & SLOT_RELEASED ? 0 : swap_slot(s, seen, seen | SLOT_RELEASED);
 }
 
 /*
- * Give back what an earlier connection of the socket still holds, and remove the
- * entry, so that the next may be inserted. 0 if somebody else is doing so or has
- * changed the word: another thread's UDP send, which runs without the socket's lock,
- * or the agent.
+ * Give back what an earlier connection still holds, and remove the entry, so that the
+ * next may be put. 0 if somebody else is doing so or has changed the word: another
+ * thread's UDP send, which runs without the socket's lock, or the agent.
  */
-static __always_inline int replace_slot(struct slot *s, __u64 seen, __u64 *cookie)
+static __always_inline int replace_slot(struct slot *s, __u64 seen, __u64 cookie, __u32 part)
 {
-	if (seen & SLOT_CLAIMED || !swap_slot(s, seen, SLOT_RELEASED | SLOT_CLAIMED))
+	if (s->flags & SLOT_HOME) {
+		if (!swap_slot(s, seen, 0))
+			return 0;
+		note_entry(cookie, -AT_HOME);
+		return 1;
+	}
+	if (seen & SLOT_CLAIMED || !swap_slot(s, seen, seen | SLOT_RELEASED | SLOT_CLAIMED))
 		return 0;
-	if (!delete_slot(cookie))
+	if (!delete_guest(cookie, part))
 		return 1;
 	/* Busy, on kernels before 6.7, under an interrupt: it may be tried again. */
 	seen |= SLOT_RELEASED | SLOT_CLAIMED;
@@ -199,55 +155,27 @@ static __always_inline int replace_slot(struct slot *s, __u64 seen, __u64 *cooki
 	return 0;
 }
 
-enum cleared {
-	CLEARED = 0,	/* the socket has no slot now */
-	KEPT = 1,	/* it has one for this very traffic */
-	UNCLEARED = 2,	/* its entry did not go away */
-};
-
 #define REPLACES 64 /* looks at an entry that somebody is about to delete */
 
-/* One try of clear_slot. Global for the verifier's sake, and so is clear_slot. */
-__noinline int try_clear(__u64 cookie, __u32 same)
+/* Remove a TCP socket's entry: 0 if somebody else is at it. Global for the verifier's sake. */
+__noinline int try_clear(__u64 cookie)
 {
 	__u64 seen;
-	struct slot *old = find_slot(&cookie, &seen);
+	struct slot *old = find_slot(cookie, &seen);
 
-	if (!old)
-		return CLEARED;
-	if (!(seen & SLOT_RELEASED) && old->traffic == same)
-		return KEPT;
-	return replace_slot(old, seen, &cookie) ? CLEARED : UNCLEARED;
+	return !old || replace_slot(old, seen, cookie, 0);
 }
 
-/*
- * Make room for a socket's next slot, unless the one it has is for this traffic
- * (NO_INDEX if that does not count).
- */
-__noinline int clear_slot(__u64 cookie, __u32 same)
+/* Make room for a TCP socket's next slot. 0 if its old one did not go away. */
+__noinline int clear_slot(__u64 cookie)
 {
 	unrolled for (int i = 0; i < REPLACES; i++) {
-		int got = try_clear(cookie, same);
-
-		if (got != UNCLEARED)
-			return got;
+		if (try_clear(cookie))
+			return 1;
 		/* Somebody else is at it, for a moment: look again. */
 	}
 	count(TOTAL_UNCOUNTED);
-	return UNCLEARED;
-}
-
-/* A word that no other admission of this socket had, nor a recent one of any other. */
-static __always_inline __u64 new_word(__u64 cookie)
-{
-	__u32 zero = 0;
-	__u64 *next = bpf_map_lookup_elem(&admissions, &zero);
-	__u64 n = 0;
-
-	if (next)
-		n = __sync_fetch_and_add(next, 1); /* atomic: a task of this CPU may interrupt */
-	/* 27 bits of count for each of 2048 CPUs, and the socket's own 24. */
-	return WORD_COOKIE(cookie) | (n & 0x7ffffff) << 13 | (__u64)(bpf_get_smp_processor_id() & 0x7ff) << 2;
+	return 0;
 }
 
 static __always_inline struct route *route_at(__u32 idx, __u32 at)
@@ -316,6 +244,22 @@ static __always_inline int take_route(__u32 idx, __u32 at)
 	return blocked & (FULL_AT_ONCE - 1);
 }
 
+/* Take a place whatever the limit. */
+__noinline int take_anyway(__u32 index, __u32 accepted)
+{
+	struct bulkhead *b;
+
+	if (take_place(index, NO_LIMIT, accepted) == TAKEN)
+		return 0;
+	/* Contended: what a slot names must be taken, if at the price of the peak. */
+	b = bpf_map_lookup_elem(&bulkheads, &index);
+	if (b) {
+		__sync_fetch_and_add((__u64 *)b, 1);
+		__sync_fetch_and_add(&b->accepted, accepted);
+	}
+	return 0;
+}
+
 /* Take every bulkhead of a route that only observes, whatever its limits. */
 __noinline int take_route_anyway(__u32 idx, __u32 at)
 {
@@ -323,19 +267,8 @@ __noinline int take_route_anyway(__u32 idx, __u32 at)
 
 	if (!r)
 		return 0;
-	for_holds(i, r->n) {
-		__u32 index = r->holds[i].bulkhead;
-		struct bulkhead *b;
-
-		if (take_place(index, NO_LIMIT) == TAKEN)
-			continue;
-		/* Contended: what the slot names must be taken, if at the price of the peak. */
-		b = bpf_map_lookup_elem(&bulkheads, &index);
-		if (b) {
-			__sync_fetch_and_add((__u64 *)b, 1);
-			__sync_fetch_and_add(&b->accepted, 1);
-		}
-	}
+	for_holds(i, r->n)
+		take_anyway(r->holds[i].bulkhead, 1);
 	return 0;
 }
 
@@ -363,6 +296,7 @@ struct ask {
 	__u64 cookie;
 	__u64 netns;
 	__u8 addr[16];
+	__u32 part; /* of slot_key */
 	__u16 port; /* host order */
 	__u8 proto;
 	__u8 header; /* IP and TCP header bytes of an ordinary segment */
@@ -393,11 +327,15 @@ __noinline int refused(__u64 route, __u32 blocked, __u32 port, __u64 addr0, __u6
 	observe = r->flags & ROUTE_OBSERVE;
 	b = bpf_map_lookup_elem(&bulkheads, &bulkhead);
 	if (b) {
-		/* One addition to the pointer, of a number that the verifier can bound. */
-		__u32 which = (BLOCKED_WHY(blocked) & 1) + (observe ? REASONS : 0);
+		/*
+		 * One addition to the pointer, of a number that the verifier can bound: at
+		 * most 6, which is within the structure.
+		 */
+		__u32 why = BLOCKED_WHY(blocked) & 3, which = observe & 1;
 
-		asm volatile("" : "+r"(which));
-		__sync_fetch_and_add((__u64 *)((char *)b + offsetof(struct bulkhead, rejected)) + (which & 3), 1);
+		asm volatile("" : "+r"(why), "+r"(which));
+		which = (which & 1) * REASONS + (why & 3);
+		__sync_fetch_and_add((__u64 *)((char *)b + offsetof(struct bulkhead, rejected)) + which, 1);
 	}
 	at = r->traffic;
 	f = bpf_map_lookup_elem(&refusals, &at);
@@ -426,58 +364,130 @@ __noinline int refused(__u64 route, __u32 blocked, __u32 port, __u64 addr0, __u6
 	return err;
 }
 
-/*
- * Admit one connection to route at of generation idx: 0, with its slot taken, or the
- * errno to fail with. A slot of an earlier connection of the socket must be released
- * before.
- */
-static __always_inline int admit(__u32 idx, __u32 at, const struct ask *q)
+/* Write all of an entry but its word, and who connects. */
+static __always_inline void fill_slot(struct slot *s, const struct route *r, const struct ask *q, __u8 flags)
 {
-	int blocked = take_route(idx, at);
-	struct route *r = route_at(idx, at);
-	struct slot s = {};
+	s->cookie = q->cookie;
+	s->n = r->n;
+	s->proto = q->proto;
+	s->flags = flags;
+	s->header = q->header;
+	s->traffic = r->traffic;
+	s->part = q->part;
+	for_holds(i, MAX_HOLDS)
+		s->bulkheads[i] = r->holds[i].bulkhead;
+	s->netns = q->netns;
+	s->fin_segs = 0;
+	s->port = q->port;
+	__builtin_memcpy(s->addr, q->addr, 16);
+}
+
+/* Who connects, and when. */
+static __always_inline void sign_slot(struct slot *s)
+{
+	__u64 now = bpf_ktime_get_coarse_ns(); /* a tick is exact enough, and a fifth of the price */
+
+	s->pid = bpf_get_current_pid_tgid() >> 32;
+	s->born_ns = now;
+	s->tally = s->proto == PROTO_UDP ? now : 0;
+	if (have_comm)
+		bpf_get_current_comm(s->comm, sizeof(s->comm));
+}
+
+/*
+ * Claim a TCP socket's home for an admission; the entry is to be filled and moved_in
+ * called. None if it is not free.
+ */
+static __always_inline struct slot *claim_home(__u64 cookie, __u64 word)
+{
+	struct slot *h = home_of(cookie);
+
+	if (!h || *(volatile __u64 *)&h->word || __sync_val_compare_and_swap(&h->word, 0, word | SLOT_CLAIMED))
+		return 0;
+	return h;
+}
+
+static __always_inline void moved_in(struct slot *h, __u64 word)
+{
+	note_entry(h->cookie, AT_HOME);
+	/* A full barrier on every machine: who sees the word sees the rest. */
+	__sync_val_compare_and_swap(&h->word, (word & ~(__u64)SLOT_RELEASED) | SLOT_CLAIMED, word);
+}
+
+/* Put an entry into the hash. 0, or -EEXIST, or another error if there is no room. */
+static __always_inline long put_guest(struct slot *s)
+{
+	struct slot_key key = {.cookie = s->cookie, .part = s->part};
 	long err;
 
-	if (!r)
-		return 0;
-	if (blocked) {
-		__u64 half[2];
-		int no;
+	if (!key.part)
+		note_entry(key.cookie, AS_GUEST);
+	err = bpf_map_update_elem(&slots, &key, s, BPF_NOEXIST);
+	if (err && !key.part)
+		note_entry(key.cookie, -AS_GUEST);
+	return err;
+}
 
-		__builtin_memcpy(half, q->addr, 16);
-		no = refused((__u64)idx << 32 | at, blocked, (__u32)q->proto << 16 | q->port, half[0], half[1]);
+/* Not inline, for the sake of the stack. */
+static __noinline long put_as_guest(const struct route *r, const struct ask *q, __u64 word)
+{
+	struct slot s = {};
+
+	fill_slot(&s, r, q, 0);
+	sign_slot(&s);
+	s.word = word;
+	return put_guest(&s);
+}
+
+/*
+ * Put the slot of a connection whose places are taken. 0, or -EEXIST, or another error if
+ * there is no room.
+ */
+static __always_inline long put_slot(const struct route *r, const struct ask *q)
+{
+	__u64 word = new_word(q->cookie);
+	/* UDP sends race with each other: only the hash knows which is first. */
+	struct slot *h = q->part ? 0 : claim_home(q->cookie, word);
+
+	if (!h)
+		return put_as_guest(r, q, word);
+	fill_slot(h, r, q, SLOT_HOME);
+	sign_slot(h);
+	moved_in(h, word);
+	return 0;
+}
+
+/* As refused, of what is asked. */
+static __always_inline int refuse(__u32 idx, __u32 at, const struct ask *q, int blocked)
+{
+	__u64 half[2];
+
+	__builtin_memcpy(half, q->addr, 16);
+	return refused((__u64)idx << 32 | at, blocked, (__u32)q->proto << 16 | q->port, half[0], half[1]);
+}
+
+/*
+ * A connection whose places are taken cannot be remembered, so it must not be counted.
+ * The policy says whether it is let through; 0, or the errno of the narrowest limit.
+ */
+static __always_inline int no_room(__u32 idx, __u32 at, const struct route *r, const struct ask *q)
+{
+	int limited = 0, first = 0;
+
+	give_route(idx, at);
+	count(TOTAL_SLOTS_FULL);
+	for_holds(i, r->n) {
+		if (r->holds[i].limit != NO_LIMIT) {
+			limited = 1;
+			first = i;
+			break;
+		}
+	}
+	if (r->flags & ROUTE_STRICT && limited) {
+		int no = refuse(idx, at, q, BLOCKED(first, REASON_EXHAUSTED));
+
 		if (!(r->flags & ROUTE_OBSERVE))
 			return no;
-		take_route_anyway(idx, at);
-	}
-
-	s.word = new_word(q->cookie);
-	s.born_ns = bpf_ktime_get_coarse_ns(); /* a tick is exact enough, and a fifth of the price */
-	s.netns = q->netns;
-	s.traffic = r->traffic;
-	s.n = r->n;
-	for_holds(i, MAX_HOLDS)
-		s.bulkheads[i] = r->holds[i].bulkhead;
-	s.pid = bpf_get_current_pid_tgid() >> 32;
-	if (have_comm)
-		bpf_get_current_comm(s.comm, sizeof(s.comm));
-	__builtin_memcpy(s.addr, q->addr, 16);
-	s.port = q->port;
-	s.proto = q->proto;
-	s.header = q->header;
-	note_cookie(q->cookie, 1);
-	err = bpf_map_update_elem(&slots, &q->cookie, &s, BPF_NOEXIST);
-	if (err) {
-		note_cookie(q->cookie, -1);
-		give_route(idx, at);
-		if (err == -EEXIST) {
-			/* Another thread sent through this UDP socket and its slot counts. */
-			if (q->proto != PROTO_UDP)
-				count(TOTAL_UNCOUNTED);
-			return 0;
-		}
-		/* No room to remember it: it must not be counted, and it is let through. */
-		count(TOTAL_SLOTS_FULL);
 	}
 	count_connection(r->traffic);
 	return 0;

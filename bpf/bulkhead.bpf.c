@@ -4,8 +4,8 @@
  * One set of programs is attached once, at the cgroup root that the agent was
  * given; who connects is decided from the current task at connect().
  */
-#include "admit.h"
 #include "dest.h"
+#include "udp.h"
 #include <linux/in.h>
 #include <bpf/bpf_endian.h>
 
@@ -67,34 +67,36 @@ static __always_inline int judge(struct bpf_sock_addr *ctx, struct dest_key *key
 		provider = provider_of(idx, key, q.proto, q.port);
 	who = who_connects(idx, g, word >> 1);
 	q.cookie = bpf_get_socket_cookie(ctx);
-	/* A datagram to nobody of ours leaves the association of a connected socket alone. */
-	if (!connects && (provider == PROVIDER_OTHER || who.compartment == COMPARTMENT_PROTECTED))
-		return ALLOW;
-	/*
-	 * A connect runs the hook only if the old association is over. A UDP socket has one
-	 * slot, of the provider that it was last used for: more datagrams to the same change
-	 * nothing.
-	 */
-	if (may_have_slot(q.cookie)) {
-		__u32 same = NO_INDEX;
+	if (q.proto == IPPROTO_UDP) {
+		struct route *r = 0;
 
-		if (q.proto == IPPROTO_UDP) {
-			struct route *r = route_at(idx, route_of(g, who.compartment, provider));
-
-			if (r)
-				same = r->traffic;
-		}
-		if (clear_slot(q.cookie, same) != CLEARED)
+		/* Nothing without a protocol of its own means UDP: a name lookup connects it too. */
+		if (provider != PROVIDER_OTHER)
+			r = route_at(idx, route_of(g, who.compartment, provider));
+		if (!r) {
+			/* A datagram to nobody of ours leaves an association alone. */
+			if (connects)
+				reconnect(q.cookie, 0);
 			return ALLOW;
-	}
-	if (who.compartment == COMPARTMENT_PROTECTED)
-		return ALLOW;
-	/* Nothing without a protocol of its own means UDP: a name lookup connects it too. */
-	if (provider == PROVIDER_OTHER && q.proto == IPPROTO_UDP)
-		return ALLOW;
-	if (provider == PROVIDER_OTHER && who.other != NO_INDEX) {
-		count_connection(who.other);
-		return ALLOW;
+		}
+		q.part = r->part;
+		if (use_part(q.cookie, q.part)) {
+			if (connects)
+				reconnect(q.cookie, q.part);
+			return ALLOW;
+		}
+	} else {
+		/* A TCP connect runs the hook only if the socket's old connection is over. */
+		__u64 seen;
+
+		if (find_slot(q.cookie, &seen) && !clear_slot(q.cookie))
+			return ALLOW;
+		if (who.compartment == COMPARTMENT_PROTECTED)
+			return ALLOW;
+		if (provider == PROVIDER_OTHER && who.other != NO_INDEX) {
+			count_connection(who.other);
+			return ALLOW;
+		}
 	}
 
 	if (have_retval && bpf_get_retval() < 0) {
@@ -106,8 +108,12 @@ static __always_inline int judge(struct bpf_sock_addr *ctx, struct dest_key *key
 	q.netns = bpf_get_netns_cookie(ctx);
 	q.header = (ipv4 ? 20 : 40) + TCP_HEADER;
 	err = admit(idx, route_of(g, who.compartment, provider), &q);
-	if (!err)
+	if (!err) {
+		/* If it is refused, the kernel leaves a UDP socket's old association as it is. */
+		if (q.proto == IPPROTO_UDP && connects)
+			reconnect(q.cookie, q.part);
 		return ALLOW;
+	}
 	if (have_retval)
 		fail_with(err);
 	return DENY;
@@ -181,7 +187,7 @@ static __always_inline void count_bytes(struct bpf_sock_ops *ctx, struct slot *s
 		__u64 sent = ctx->bytes_acked - 1 + (__u32)(ctx->snd_nxt - ctx->snd_una);
 		int fin = old == BPF_TCP_FIN_WAIT2 || old == BPF_TCP_LAST_ACK || old == BPF_TCP_CLOSING;
 
-		tx = header * ctx->segs_out + sent + s->resent + (ts ? SYN_OPTIONS - TCP_TIMESTAMPS : SYN_OPTIONS);
+		tx = header * ctx->segs_out + sent + s->tally + (ts ? SYN_OPTIONS - TCP_TIMESTAMPS : SYN_OPTIONS);
 		rx = header * ctx->segs_in + ctx->bytes_received + (ts ? SYNACK_OPTIONS : SYNACK_OPTIONS + 4);
 		if (fin)
 			tx -= 1; /* so does the FIN */
@@ -235,7 +241,7 @@ int bh_sockops(struct bpf_sock_ops *ctx)
 		return 1;
 	}
 	cookie = bpf_get_socket_cookie(ctx);
-	s = find_slot(&cookie, &seen);
+	s = find_slot(cookie, &seen);
 	if (!s)
 		return 1;
 
@@ -244,7 +250,7 @@ int bh_sockops(struct bpf_sock_ops *ctx)
 		__u32 most = ctx->args[1] * ctx->mss_cache, left = ctx->snd_nxt - ctx->args[0];
 
 		if (s->flags & SLOT_ESTABLISHED)
-			s->resent += left < most ? left : most;
+			s->tally += left < most ? left : most;
 		return 1;
 	}
 	if (ctx->op == BPF_SOCK_OPS_STATE_CB) {
@@ -254,7 +260,7 @@ int bh_sockops(struct bpf_sock_ops *ctx)
 		}
 		release_slot(s, seen);
 		count_bytes(ctx, s, seen);
-		delete_slot(&cookie);
+		delete_slot(s, seen, cookie, 0);
 		return 1;
 	}
 
@@ -281,14 +287,68 @@ SEC("cgroup/sock_release")
 int bh_sock_release(struct bpf_sock *ctx)
 {
 	__u64 cookie = bpf_get_socket_cookie(ctx), seen;
-	struct slot *s = find_slot(&cookie, &seen);
+	struct slot *s;
 
+	if (ctx->protocol == IPPROTO_UDP) {
+		release_udp(cookie);
+		return 1;
+	}
+	s = find_slot(cookie, &seen);
 	if (!s)
 		return 1;
 	release_slot(s, seen);
 	if (!(s->flags & SLOT_SENT))
-		delete_slot(&cookie);
+		delete_slot(s, seen, cookie, 0);
 	return 1;
+}
+
+/*
+ * The remote end of a UDP packet, which begins with its IP header. 0 if it cannot be read.
+ */
+static __always_inline int remote_of(struct __sk_buff *skb, int out, struct dest_key *key, __u16 *port)
+{
+	__u8 first;
+	__u32 at;
+
+	key->prefixlen = 128;
+	if (skb->protocol == bpf_htons(ETH_P_IPV6)) {
+		if (bpf_skb_load_bytes(skb, out ? 24 : 8, key->addr, 16) < 0)
+			return 0;
+		at = 40; /* Linux sends none, and receives few, of the headers that may come between */
+	} else {
+		__builtin_memset(key->addr, 0, 10);
+		key->addr[10] = key->addr[11] = 0xff;
+		if (bpf_skb_load_bytes(skb, 0, &first, 1) < 0 || bpf_skb_load_bytes(skb, out ? 16 : 12, key->addr + 12, 4) < 0)
+			return 0;
+		at = (first & 15) * 4;
+	}
+	if (bpf_skb_load_bytes(skb, at + (out ? 2 : 0), port, 2) < 0)
+		return 0;
+	*port = bpf_ntohs(*port);
+	return 1;
+}
+
+/*
+ * The part of slot_key that a remote end has by the generation in force, 0 if none. Its
+ * halves, in network order, for the verifier's sake.
+ */
+__noinline int part_of(__u64 addr0, __u64 addr1, __u32 port)
+{
+	struct dest_key key = {.prefixlen = 128};
+	__u32 zero = 0, idx, provider;
+	struct control_word *c = bpf_map_lookup_elem(&control, &zero);
+	struct route *r;
+
+	if (!c)
+		return 0;
+	idx = *(volatile __u64 *)&c->word & 1;
+	__builtin_memcpy(key.addr, &addr0, 8);
+	__builtin_memcpy(key.addr + 8, &addr1, 8);
+	provider = provider_of(idx, &key, IPPROTO_UDP, port);
+	if (provider == PROVIDER_OTHER)
+		return 0;
+	r = route_at(idx, provider); /* of compartment 0: a part is the same in all */
+	return r ? r->part : 0;
 }
 
 /*
@@ -298,9 +358,12 @@ int bh_sock_release(struct bpf_sock *ctx)
  */
 static __always_inline int count_udp(struct __sk_buff *skb, int out)
 {
+	__u64 cookie, seen, bytes, half[2], told[2];
 	struct bpf_sock *sk = skb->sk;
 	struct traffic_count *t;
-	__u64 cookie, seen, bytes;
+	struct udp_socket *u;
+	struct dest_key key;
+	__u16 port;
 	struct slot *s;
 	__u32 at;
 
@@ -310,9 +373,27 @@ static __always_inline int count_udp(struct __sk_buff *skb, int out)
 	if (!sk || sk->protocol != IPPROTO_UDP)
 		return 1;
 	cookie = bpf_get_socket_cookie(skb);
-	s = find_slot(&cookie, &seen);
+	u = find_udp(cookie);
+	if (!u || !remote_of(skb, out, &key, &port))
+		return 1;
+	__builtin_memcpy(half, key.addr, 16);
+
+	/* Most sockets speak to one address. */
+	at = u->connected;
+	if (!at)
+		at = u->parts[0];
+	s = find_guest(cookie, at, &seen);
+	if (s)
+		__builtin_memcpy(told, s->addr, 16);
+	if (!s || s->port != port || told[0] != half[0] || told[1] != half[1]) {
+		at = part_of(half[0], half[1], port);
+		if (!at)
+			return 1;
+		s = find_guest(cookie, at, &seen);
+	}
 	if (!s || seen & SLOT_RELEASED)
 		return 1;
+	s->tally = bpf_ktime_get_ns(); /* the coarse clock is not for programs of this type */
 	at = s->traffic;
 	t = bpf_map_lookup_elem(&traffic, &at);
 	if (!t)
@@ -336,27 +417,90 @@ int bh_ingress(struct __sk_buff *skb)
 	return count_udp(skb, 0);
 }
 
-/* Retire a slot whose socket is proven gone: by the word, and leaving a tombstone. */
+/* The entry of an admission: of TCP, at home or a guest. */
+static __always_inline struct slot *find_admission(const struct retire *a, __u64 *seen)
+{
+	struct slot *h = home_of(a->cookie);
+
+	if (!a->part && h && is_home(h, a->cookie, seen) && !((*seen ^ a->word) & ~(__u64)SLOT_RELEASED))
+		return h;
+	return find_guest(a->cookie, a->part, seen);
+}
+
+/*
+ * Retire a slot whose socket is proven gone, or, of UDP, that was idle for too long: by
+ * the word, and leaving a tombstone.
+ */
 SEC("syscall")
 int bh_retire(struct retire *a)
 {
-	__u64 cookie = a->cookie, seen;
-	struct slot *s = find_slot(&cookie, &seen);
+	__u64 seen;
+	struct slot *s = find_admission(a, &seen);
 
-	a->done = s ? release_slot(s, a->word) : 0;
+	a->done = s && (!a->part || s->tally == a->tally) ? release_slot(s, a->word) : 0;
 	return 0;
 }
 
 /*
- * Delete a tombstone whose socket is proven gone. It is claimed first, as a hook does:
- * the descriptor may still be open and connect at this very moment.
+ * Delete a tombstone whose socket is proven gone; with word 0, what is noted of a UDP
+ * socket that has no slot. It is claimed first, as a hook does: the descriptor may still be
+ * open and connect at this very moment.
  */
 SEC("syscall")
 int bh_bury(struct retire *a)
 {
 	__u64 cookie = a->cookie, seen;
-	struct slot *s = find_slot(&cookie, &seen);
+	struct slot *s;
 
-	a->done = s && a->word & SLOT_RELEASED ? replace_slot(s, a->word, &cookie) : 0;
+	if (!a->word) {
+		a->done = !bpf_map_delete_elem(&udp_sockets, &cookie);
+		if (a->done)
+			note_entry(cookie, -AS_GUEST);
+		return 0;
+	}
+	s = find_admission(a, &seen);
+	a->done = s && a->word & SLOT_RELEASED ? replace_slot(s, a->word, cookie, a->part) : 0;
+	return 0;
+}
+
+/*
+ * Give what began before the attach, before the policy named its destination, or under
+ * another release, its slot. It is there already, so it takes its places whatever the
+ * limits, and is not counted as accepted.
+ */
+SEC("syscall")
+int bh_adopt(struct adopt *a)
+{
+	__u64 cookie = a->slot.cookie, word = new_word(cookie) | (a->slot.word & SLOT_RELEASED), seen;
+	__u32 part = a->slot.part, n = word & SLOT_RELEASED ? 0 : a->slot.n;
+	struct slot s = a->slot, *h = 0;
+	long err = 0;
+
+	a->done = 0;
+	s.word = word;
+	s.flags &= ~SLOT_HOME;
+	if (part ? !list_part(cookie, part) || find_guest(cookie, part, &seen) != 0 : find_slot(cookie, &seen) != 0)
+		return 0;
+	for_holds(i, n)
+		take_anyway(s.bulkheads[i], 0);
+	if (!part)
+		h = claim_home(cookie, word & ~(__u64)SLOT_RELEASED);
+	if (h) {
+		s.word = h->word;
+		s.flags |= SLOT_HOME;
+		*h = s;
+		moved_in(h, word);
+	} else {
+		err = put_guest(&s);
+	}
+	if (err) {
+		for_holds(i, n)
+			give_place(s.bulkheads[i], 0);
+		return 0;
+	}
+	if (part && a->connected)
+		reconnect(cookie, part);
+	a->slot.word = word;
+	a->done = 1;
 	return 0;
 }

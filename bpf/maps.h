@@ -139,27 +139,51 @@ struct {
 	__type(value, struct leaf);
 } leaves SEC(".maps");
 
-/* Never LRU: it evicts live entries. */
+/*
+ * The slots of TCP connections, each at cookie modulo size: an array needs no allocation,
+ * no hashing and no lock of a bucket, and sockets that follow each other are beside each
+ * other. As many as an eighth of slots; a power of two.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, MAX_SLOTS / 8);
+	__uint(map_flags, BPF_F_MMAPABLE);
+	__type(key, __u32);
+	__type(value, struct slot);
+} homes SEC(".maps");
+
+/* Those of UDP, and of TCP where home is not free. Never LRU: it evicts live entries. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, MAX_SLOTS);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct slot_key);
+	__type(value, struct slot);
+} slots SEC(".maps");
+
+/*
+ * A filter before homes, slots and udp_sockets, as long as homes and by the same index: how
+ * many entries there are, in units of AT_HOME and AS_GUEST. Zero says that there is none:
+ * most sockets of a node have none, and here eight of them share a cache line. It may be
+ * too high for a moment and is never too low when somebody looks for what is there.
+ */
+#define AT_HOME (1U << 24)
+#define AS_GUEST 1U
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, MAX_SLOTS / 8);
+	__type(key, __u32);
+	__type(value, __u32);
+} cookies SEC(".maps");
+
+/* By cookie. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, MAX_SLOTS);
 	__uint(map_flags, BPF_F_NO_PREALLOC);
 	__type(key, __u64);
-	__type(value, struct slot);
-} slots SEC(".maps");
-
-/*
- * How many entries of slots have a cookie with these low bits. Zero says that there is
- * none, without the hash, which costs ten times as much; most sockets of a node have
- * none. It is raised before an entry is inserted and lowered after one is deleted, so it
- * may be too high and never too low.
- */
-struct {
-	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(max_entries, COOKIES);
-	__type(key, __u32);
-	__type(value, __u32);
-} cookies SEC(".maps");
+	__type(value, struct udp_socket);
+} udp_sockets SEC(".maps");
 
 /* The agent maps it and only reads, but for an index that no slot names. */
 struct {
@@ -217,5 +241,13 @@ struct {
 	__type(key, __u32);
 	__type(value, struct traffic_name);
 } traffic_names SEC(".maps");
+
+/* The agent writes it and only agents read it. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, LAYOUT_FIELDS);
+	__type(key, __u32);
+	__type(value, struct layout_field);
+} layout SEC(".maps");
 
 #endif

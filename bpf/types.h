@@ -17,19 +17,21 @@
 #define MAX_LEVELS 32	   /* distinct cgroup depths that one plan may name */
 #define MAX_BULKHEADS 32768 /* twice the largest plan: one drains while the next comes */
 #define MAX_ROUTES 32768   /* also: traffic counters */
-#define COOKIES 65536	   /* entries of the filter before slots; a power of two */
+#define UDP_PROVIDERS 15	   /* that one UDP socket holds slots of at once */
 #define LEAVES 512	   /* leaf cache entries per CPU; a power of two */
 
 /* Numbers that user space needs by name; an enum, because macros leave no BTF. */
 enum constant {
-	BULKHEAD_LAYOUT = 1,	   /* of the maps; part of the pin path */
+	BULKHEAD_LAYOUT = 2,	   /* of the maps; part of the pin path */
 	PROVIDER_OTHER = 0,
 	COMPARTMENT_PROTECTED = 0xffff,
 	MAX_SLOTS = 131072,	   /* connections that hold something, unless the agent is told otherwise */
+	LAYOUT_FIELDS = 128,
 	NO_LIMIT = 0xffffffff,
 	NO_INDEX = 0xffffffff,
 	SLOT_RELEASED = 1,	   /* bit 0 of slot.word: its places are given back */
-	SLOT_CLAIMED = 2,	   /* bit 1 of slot.word: somebody is about to delete the entry */
+	SLOT_CLAIMED = 2,	   /* bit 1 of slot.word: somebody is writing or deleting the entry */
+	SLOT_THERE = 4,		   /* bit 2 of slot.word: always, so that no word is 0 */
 };
 
 /*
@@ -89,11 +91,13 @@ struct hold {
 enum route_flag {
 	ROUTE_OBSERVE = 1,	   /* count what would be refused, refuse nothing */
 	ROUTE_COUNT_ONLY = 2,	   /* no slot: count the connection and let it pass */
+	ROUTE_STRICT = 4,	   /* refuse what there is no room to remember */
 };
 
 /* What one compartment must hold to connect to one provider. */
 struct route {
 	__u32 traffic;		   /* index into traffic and refusals */
+	__u32 part;		   /* the provider's number in slot_key, 1 and up */
 	__u16 flags;		   /* enum route_flag */
 	__u16 n;		   /* used entries of holds */
 	__u16 err[MAX_HOLDS];	   /* what connect() fails with when holds[i] is full */
@@ -104,7 +108,8 @@ struct route {
 enum reason {
 	REASON_FULL = 0,	   /* in_use had reached the limit */
 	REASON_CONTENDED = 1,	   /* lost every race for the last places */
-	REASONS = 2,
+	REASON_EXHAUSTED = 2,	   /* no room to remember the connection, and the policy is strict */
+	REASONS = 3,
 };
 
 /*
@@ -115,10 +120,9 @@ enum reason {
 struct bulkhead {
 	__u32 in_use;
 	__u32 peak;		   /* since the bulkhead exists */
-	__u64 accepted;
 	__u64 rejected[REASONS];
 	__u64 would_reject[REASONS]; /* in observe mode */
-	__u64 pad[2];
+	__u64 accepted;
 };
 
 /* Traffic of one (compartment, provider). */
@@ -151,36 +155,66 @@ enum slot_flag {
 	SLOT_SENT = 1,		   /* TCP_CONNECT_CB was seen: a change to CLOSE will follow */
 	SLOT_ESTABLISHED = 2,
 	SLOT_TIMESTAMPS = 4,	   /* every segment but the SYN has TCP timestamps */
+	SLOT_HOME = 8,		   /* the entry is in homes */
+	SLOT_ADOPTED = 16,	   /* from before the attach: no callbacks, so no bytes */
+};
+
+/* Names an entry of slots. */
+struct slot_key {
+	__u64 cookie;		   /* of the socket */
+	__u32 part;		   /* 0 for TCP; for UDP, route.part: one slot for each provider */
+	__u32 pad;
 };
 
 /*
- * One connection's hold on every bulkhead on its route, keyed by socket cookie.
+ * One connection's hold on every bulkhead on its route: a TCP connection, or a UDP
+ * socket's dealings with one provider.
+ *
+ * A TCP connection's entry is at home, in element cookie modulo size of homes, if that is
+ * free, and else, like every UDP entry, a guest of that home in the hash map slots.
  *
  * word names one admission: the low 24 bits of the cookie, a number that counts
- * admissions on each CPU, and the two bits above. Setting SLOT_RELEASED by
- * compare-and-swap is the release; deleting the entry is housekeeping. Elements of a
- * hash are reused at once, so a word that was read through a pointer counts only if it
- * has the cookie's bits, and nothing may be given back or written without it.
+ * admissions on each CPU, and the three bits above. Setting SLOT_RELEASED by
+ * compare-and-swap is the release; clearing or deleting the entry is housekeeping. Entries
+ * are reused at once, so a word that was read through a pointer counts only if it has the
+ * cookie's bits, and nothing may be given back or written without it.
+ *
+ * Two cache lines, what every hook needs in the first.
  */
 struct slot {
-	__u64 word;
-	__u64 born_ns;		   /* CLOCK_MONOTONIC_COARSE: up to a tick, 1 to 10 ms, early */
-	__u64 netns;		   /* network namespace cookie */
-	__u32 traffic;		   /* names the feature, tenant and provider */
-	__u32 n;
-	__u32 bulkheads[MAX_HOLDS];
-	__u32 pid;		   /* who connected; it may be gone */
-	char comm[16];
-	__u8 addr[16];
-	__u16 port;		   /* host order */
+	__u64 word;		   /* in homes, 0 if free */
+	__u64 cookie;
+	__u32 part;		   /* as in the key */
+	__u8 n;
 	__u8 proto;
 	__u8 flags;		   /* enum slot_flag */
 	__u8 header;		   /* IP and TCP header bytes of an ordinary segment */
-	__u8 pad[3];
-	/* Only the socket's own sockops calls write these, one at a time. */
-	__u32 fin_segs;		   /* segments sent when FIN_WAIT2 began */
-	__u32 pad2;
-	__u64 resent;		   /* payload bytes that were sent again */
+	__u32 traffic;		   /* names the feature, tenant and provider */
+	__u32 pid;		   /* who connected; it may be gone */
+	__u32 bulkheads[MAX_HOLDS];
+	__u32 fin_segs;		   /* TCP: segments sent when FIN_WAIT2 began */
+
+	__u64 born_ns;		   /* CLOCK_MONOTONIC_COARSE: up to a tick, 1 to 10 ms, early */
+	__u64 netns;		   /* network namespace cookie */
+	/*
+	 * TCP: payload bytes that were sent again. Only the socket's own sockops calls write
+	 * it and fin_segs, one at a time. UDP: the time of the last datagram, as born_ns.
+	 */
+	__u64 tally;
+	__u16 port;		   /* host order */
+	__u16 pad[3];
+	char comm[16];
+	__u8 addr[16];
+};
+
+/*
+ * Which slots a UDP socket has: whatever is here may be in slots, and nothing else is.
+ * Sends of several threads run without the socket's lock, so a part is put in by
+ * compare-and-swap.
+ */
+struct udp_socket {
+	__u32 connected;	   /* the part that the socket's connect() took, 0 if none */
+	__u32 parts[UDP_PROVIDERS]; /* 0 is free */
 };
 
 /* The leaf cache: a sequence lock of one CPU. */
@@ -190,6 +224,17 @@ struct leaf {
 	__u64 epoch;
 	__u32 compartment;
 	__u32 other;		   /* traffic of the route to other if it only counts, else NO_INDEX */
+};
+
+/*
+ * Where the fields of the shared structures are in this layout, by name, for a release
+ * that has another: "slot.Word". This structure is the one that never changes.
+ */
+
+struct layout_field {
+	char name[40];
+	__u32 offset;		   /* bytes */
+	__u32 size;
 };
 
 /* Event counters that belong to no bulkhead. */
@@ -204,9 +249,20 @@ enum total {
 /* Argument of the retire and bury programs. */
 struct retire {
 	__u64 cookie;
-	__u64 word;		   /* as it was seen */
+	__u64 word;		   /* as it was seen; 0 to bury what is noted of a UDP socket */
+	__u64 tally;		   /* as it was seen, for UDP: whoever used it since keeps it */
+	__u32 part;
 	__u32 done;		   /* out: 1 if this call did it */
-	__u32 pad;
+};
+
+/*
+ * Argument of the adopt program: a connection that no hook of ours has seen begin, and what
+ * it is to hold. One that was in the maps of another release keeps what was noted of it.
+ */
+struct adopt {
+	struct slot slot;	   /* word: SLOT_RELEASED if it is, else 0; the word it got is written here */
+	__u32 connected;	   /* UDP: the socket's connect() took it */
+	__u32 done;		   /* out: 1 if it has a slot now that it had not */
 };
 
 /* Names, for user space and bpftool; the programs never read them. */

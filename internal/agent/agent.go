@@ -163,6 +163,13 @@ func (a *agent) takeOver(ctx context.Context, where conn.Options) error {
 	if errors.Is(err, conn.ErrNotLoaded) {
 		return nil
 	}
+	if errors.Is(err, conn.ErrOtherRelease) {
+		// Counts are taken over all the same; only what a failed start would have to
+		// keep is not known.
+		a.inherited = true
+		a.log.Info("taking over what another release has in force")
+		return nil
+	}
 	if err != nil {
 		return err
 	}

@@ -1,6 +1,7 @@
 package agent
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -161,7 +162,30 @@ func (a *agent) commit(plan *policy.Plan) (err error) {
 	a.setup = conds
 	a.settle(p)
 	a.prune()
+	a.adopt()
 	return nil
+}
+
+// adopt counts the connections that are there already and that the plan names.
+func (a *agent) adopt() {
+	limited, cancel := context.WithTimeout(context.Background(), reconcileLimit)
+	defer cancel()
+	r, err := a.kernel.Adopt(limited)
+	errs := r.Errors
+	if err != nil {
+		errs = append(errs, err)
+	}
+	a.reconcileErrors += uint64(len(errs))
+	a.complain("look for connections from before", errors.Join(errs...))
+	if r.Hidden != nil {
+		a.log.Info("connections from before are counted only in network namespaces that can be entered", "hidden", r.Hidden.Error())
+	}
+	if r.Slots > 0 {
+		a.log.Info("counted connections from before", "connections", r.Slots)
+	}
+	if r.Unplaced > 0 {
+		a.log.Info("connections from before are not counted: their cgroup is not below the root, or cannot be told", "connections", r.Unplaced)
+	}
 }
 
 // settle makes p the placement in force, values included. The kernel's members
@@ -250,6 +274,9 @@ func (a *agent) tick() {
 	totals, err := a.reader.Totals()
 	a.complain("read totals", err)
 	a.tellFull(totals, time.Now())
+	expired, err := a.kernel.Expire()
+	a.complain("give back the slots of idle UDP sockets", err)
+	a.reclaimed += uint64(expired)
 
 	all, err := a.tree.Walk()
 	a.complain("look for new cgroups", err)

@@ -27,6 +27,9 @@ type Socket struct {
 	Local, Remote netip.AddrPort
 	// UID owns the socket. Inode is that of its descriptor, 0 if it has none.
 	UID, Inode uint32
+	// Cgroup is the id of the cgroup that the socket was made in, 0 if the kernel
+	// does not tell (before 5.9).
+	Cgroup uint64
 	// TxBytes and RxBytes are IP bytes, headers included (see Bytes); 0 for
 	// UDP, whose sockets keep no such counts.
 	TxBytes, RxBytes uint64
@@ -68,6 +71,7 @@ const (
 	sizeofRequest = 56 // struct inet_diag_req_v2
 	sizeofMessage = 72 // struct inet_diag_msg
 	attrInfo      = 2  // INET_DIAG_INFO, the protocol's own tcp_info
+	attrCgroup    = 21 // INET_DIAG_CGROUP_ID, 8 bytes
 	timerTimeWait = 3  // idiag_timer of a TIME_WAIT stand-in
 	// States asked for: all but TIME_WAIT (a busy node has tens of thousands)
 	// and those past 11, which are no states of a connection
@@ -174,16 +178,16 @@ func parse(b []byte, proto uint8) (Socket, bool, error) {
 	}
 	s.Local = netip.AddrPortFrom(local, binary.BigEndian.Uint16(b[4:]))
 	s.Remote = netip.AddrPortFrom(remote, binary.BigEndian.Uint16(b[6:]))
-	if proto != unix.IPPROTO_TCP {
-		return s, true, nil
-	}
-
 	for attrs := b[sizeofMessage:]; len(attrs) >= unix.SizeofRtAttr; {
 		n := int(binary.NativeEndian.Uint16(attrs))
 		if n < unix.SizeofRtAttr || n > len(attrs) {
 			return Socket{}, false, fmt.Errorf("socket message with an attribute of %d bytes in %d", n, len(attrs))
 		}
-		if binary.NativeEndian.Uint16(attrs[2:]) == attrInfo {
+		kind := binary.NativeEndian.Uint16(attrs[2:]) &^ (unix.NLA_F_NESTED | unix.NLA_F_NET_BYTEORDER)
+		if kind == attrCgroup && n >= unix.SizeofRtAttr+8 {
+			s.Cgroup = binary.NativeEndian.Uint64(attrs[unix.SizeofRtAttr:])
+		}
+		if kind == attrInfo && proto == unix.IPPROTO_TCP {
 			raw := attrs[unix.SizeofRtAttr:n]
 			if len(raw) < minInfo {
 				return Socket{}, false, fmt.Errorf("tcp_info of %d bytes, expected %d or more (kernel 4.19)", len(raw), minInfo)

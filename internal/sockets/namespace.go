@@ -23,9 +23,12 @@ type Namespace struct {
 	Cookie uint64
 	// Inode is the number in "net:[4026531840]".
 	Inode uint64
-	// Path leads into the namespace: /proc/PID/ns/net or a bind mount. It is
-	// "" for the caller's own, which needs no entering.
+	// Path leads into the namespace: /proc/PID/ns/net, a bind mount, or, of a
+	// namespace that only a socket is in any more, that socket: /proc/PID/fd/N. It
+	// is "" for the caller's own, which needs no entering.
 	Path string
+
+	pid, fd int // of the socket that Path is, if it is one
 }
 
 // String names the namespace and the way in.
@@ -101,7 +104,7 @@ func visitOwn(f func(Namespace, int) bool) (done bool, inode uint64, err error) 
 
 // enter opens a sock_diag socket in the namespace that way leads to.
 func enter(way Namespace) (int, Namespace, error) {
-	target, err := unix.Open(way.Path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	target, err := way.open()
 	if err != nil {
 		return -1, way, fmt.Errorf("open %s: %w", way.Path, err)
 	}
@@ -144,6 +147,30 @@ func enter(way Namespace) (int, Namespace, error) {
 	return fd, way, nil
 }
 
+// open returns a descriptor of the namespace.
+func (n Namespace) open() (int, error) {
+	if n.pid == 0 {
+		return unix.Open(n.Path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	}
+	process, err := unix.PidfdOpen(n.pid, 0)
+	if err != nil {
+		return -1, err
+	}
+	defer unix.Close(process)
+	// The socket cannot close while we have it; that is for microseconds.
+	socket, err := unix.PidfdGetfd(process, n.fd, 0)
+	if err != nil {
+		return -1, fmt.Errorf("%w (pidfd_getfd needs CAP_SYS_PTRACE)", err)
+	}
+	defer unix.Close(socket)
+	ns, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(socket), unix.SIOCGSKNS, 0)
+	if errno != 0 {
+		return -1, fmt.Errorf("SIOCGSKNS: %w", errno)
+	}
+	unix.CloseOnExec(int(ns))
+	return int(ns), nil
+}
+
 // diagSocket opens a sock_diag socket in the thread's namespace, and returns
 // that namespace's cookie.
 func diagSocket() (fd int, cookie uint64, err error) {
@@ -160,9 +187,9 @@ func diagSocket() (fd int, cookie uint64, err error) {
 }
 
 // ways yields every way into a network namespace, with its inode: processes,
-// mounts, threads. Errors are of one way each.
+// mounts, threads, sockets. Errors are of one way each.
 func ways(yield func(Namespace, error) bool) {
-	for _, each := range []iter.Seq2[Namespace, error]{processWays, mountWays, threadWays} {
+	for _, each := range []iter.Seq2[Namespace, error]{processWays, mountWays, threadWays, socketWays} {
 		for way, err := range each {
 			if !yield(way, err) {
 				return
@@ -186,6 +213,38 @@ func threadWays(yield func(Namespace, error) bool) {
 		tasks := filepath.Join("/proc", pid, "task")
 		for tid := range numbered(tasks) {
 			if tid != pid && !yieldLink(filepath.Join(tasks, tid, "ns/net"), yield) {
+				return
+			}
+		}
+	}
+}
+
+// socketWays finds namespaces that nothing is in any more but sockets: a process that
+// has left, or was handed the socket, holds it. It looks at every socket of the machine,
+// so it is the last resort.
+func socketWays(yield func(Namespace, error) bool) {
+	seen := map[uint64]bool{}
+	for pid := range numbered("/proc") {
+		fds := filepath.Join("/proc", pid, "fd")
+		for fd := range numbered(fds) {
+			way := Namespace{Path: filepath.Join(fds, fd)}
+			if link, err := os.Readlink(way.Path); err != nil || !strings.HasPrefix(link, "socket:") {
+				continue // closed meanwhile, or not to be looked at, as its process was not
+			}
+			way.pid, _ = strconv.Atoi(pid)
+			way.fd, _ = strconv.Atoi(fd)
+			ns, err := way.open()
+			if err == nil {
+				var st unix.Stat_t
+				err = unix.Fstat(ns, &st)
+				way.Inode = st.Ino
+				unix.Close(ns)
+			}
+			if errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EBADF) || err == nil && seen[way.Inode] {
+				continue
+			}
+			seen[way.Inode] = seen[way.Inode] || err == nil
+			if !yield(way, err) {
 				return
 			}
 		}

@@ -104,6 +104,17 @@ func ReadAll(ctx context.Context, wanted map[uint64]struct{}, protos ...uint8) [
 	return dumps
 }
 
+// ReadEvery reads every namespace that can be entered, the own one first. The error says
+// what kept some from being found.
+func ReadEvery(ctx context.Context, protos ...uint8) ([]Dump, error) {
+	var dumps []Dump
+	err := visit(func(ns Namespace, fd int) bool {
+		dumps = append(dumps, dump(ctx, ns, fd, protos))
+		return ctx.Err() == nil
+	})
+	return dumps, errors.Join(err, ctx.Err())
+}
+
 // dump reads all sockets of protos through fd.
 func dump(ctx context.Context, ns Namespace, fd int, protos []uint8) Dump {
 	d := Dump{Namespace: ns, Sockets: map[uint64]Socket{}}

@@ -13,7 +13,8 @@ import (
 	"bulkhead/internal/kerneltest"
 )
 
-// What stands in the way of a socket's next slot: its old entry.
+// What stands in the way of a guest's next slot: its old entry. At home the release and
+// the deletion are one step.
 func TestOldEntry(t *testing.T) {
 	runAll(t,
 		test{"somebody else is about to delete it, and does not", testClaimed},
@@ -37,11 +38,9 @@ func unreachable(in *instance, client *kerneltest.Client) (fd int, s slot) {
 // uncounted and that is counted, and nothing is given back twice.
 func testClaimed(in *instance) {
 	client, _ := two(in)
+	in.crowd()
 	fd, s := unreachable(in, client)
-	s.Word |= uint64(kernelConstantSLOT_CLAIMED)
-	if err := in.k.coll.Maps[kernelMapSlots].Update(s.cookie, &s.kernelSlot, ebpf.UpdateExist); err != nil {
-		in.Fatal(err)
-	}
+	in.rewrite(&s, func(s *kernelSlot) { s.Word |= uint64(kernelConstantSLOT_CLAIMED) })
 	before := in.snapshot().Totals.Uncounted
 	for i, addr := range []string{"192.0.2.1:80", "127.2.0.1:80"} {
 		want := []syscall.Errno{syscall.ENETUNREACH, 0}[i]
@@ -62,6 +61,7 @@ func testClaimed(in *instance) {
 // time. The connect claims the entry, gives the claim back, and tries again.
 func testBusyDelete(in *instance) {
 	client, _ := two(in)
+	in.crowd()
 	busy := busyConnect4(in)
 	connect4 := in.k.links["link_connect4"]
 	if err := connect4.Update(busy); err != nil {

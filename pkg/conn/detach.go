@@ -36,10 +36,12 @@ func Detach(o Options) error {
 			continue
 		}
 		dir := filepath.Join(o.dir(), e.Name())
-		for _, h := range slices.Backward(hooks()) {
-			if err := detachLink(filepath.Join(dir, h.name)); err != nil {
-				return fmt.Errorf("detach %s: %w", h.name, err)
-			}
+		pins, err := os.ReadDir(dir)
+		if err != nil {
+			return fmt.Errorf("pin directory: %w", err)
+		}
+		if err := detachAll(dir, pins); err != nil {
+			return err
 		}
 		if err := os.RemoveAll(dir); err != nil {
 			return fmt.Errorf("remove pins: %w", err)
@@ -50,6 +52,26 @@ func Detach(o Options) error {
 	}
 	if len(entries) == 0 {
 		return fmt.Errorf("%s: %w", o.dir(), ErrNotLoaded)
+	}
+	return nil
+}
+
+// detachAll detaches the links among the pins of a directory: what takes slots first, and
+// last what only another release has.
+func detachAll(dir string, pins []os.DirEntry) error {
+	var names []string
+	for _, h := range slices.Backward(hooks()) {
+		names = append(names, h.name)
+	}
+	for _, p := range pins {
+		if strings.HasPrefix(p.Name(), linkPrefix) && !slices.Contains(names, p.Name()) {
+			names = append(names, p.Name())
+		}
+	}
+	for _, name := range names {
+		if err := detachLink(filepath.Join(dir, name)); err != nil {
+			return fmt.Errorf("detach %s: %w", filepath.Join(dir, name), err)
+		}
 	}
 	return nil
 }

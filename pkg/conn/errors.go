@@ -10,6 +10,8 @@ import (
 var (
 	// ErrNotLoaded: nothing is pinned, so no agent has applied a policy here.
 	ErrNotLoaded = errors.New("nothing is loaded")
+	// ErrOtherRelease: what is pinned is of a release whose maps have another layout.
+	ErrOtherRelease = errors.New("another release of bulkhead is in force")
 	// ErrNoBPFFS: the directory for the pins is not on a bpf file system.
 	ErrNoBPFFS = errors.New("not a bpf file system")
 	// ErrNoCgroup2: the root to attach to is not a cgroup v2 directory.

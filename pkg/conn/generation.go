@@ -100,11 +100,17 @@ func compute(plan *policy.Plan, at indices, generation uint32) (*tables, error) 
 	t.routes = make([]kernelRoute, len(plan.Routes))
 	for i, r := range plan.Routes {
 		k := kernelRoute{Traffic: at.traffic[i], N: uint16(len(r.Holds))}
+		// A provider's number must outlive the generation, as the index of its route from
+		// compartment 0 does; Forget keeps it while a slot names it.
+		k.Part = at.traffic[i%len(plan.Providers)] + 1
 		if len(r.Holds) > len(k.Holds) {
 			return nil, fmt.Errorf("route %d holds %d bulkheads, at most %d", i, len(r.Holds), len(k.Holds))
 		}
 		if plan.Mode == policy.Observe {
 			k.Flags |= uint16(kernelRouteFlagROUTE_OBSERVE)
+		}
+		if plan.Exhausted == policy.ExhaustedRefuse {
+			k.Flags |= uint16(kernelRouteFlagROUTE_STRICT)
 		}
 		if r.CountOnly {
 			k.Flags |= uint16(kernelRouteFlagROUTE_COUNT_ONLY)

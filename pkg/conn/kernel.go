@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math/bits"
 	"os"
 	"path/filepath"
 	"slices"
@@ -46,7 +47,10 @@ type Kernel struct {
 
 	known atomic.Pointer[inForce] // for Readers of this Kernel, in whatever goroutine
 
-	missing map[uint64]uint64 // cookie -> word of slots that the last complete dump lacked
+	predecessors []*predecessor // what other releases have left in force
+
+	missing map[slotKey]uint64 // words of slots that the last complete dump lacked
+	empty   map[uint64]bool    // UDP sockets that had no slot in the last round
 }
 
 // MaxSlots is how many slots there is room for.
@@ -58,7 +62,8 @@ func outerMaps() []string {
 }
 
 // Open takes the instance's lock and takes over what is pinned, putting this
-// build's programs under the links that exist, or loads anew. Anew, nothing is
+// build's programs under the links that exist, or loads anew; what a release of
+// another layout has pinned stays in force until the first Apply. Anew, nothing is
 // attached or pinned before the first Apply. On an error nothing is left behind and
 // nothing in force has changed.
 func Open(o Options) (_ *Kernel, err error) {
@@ -73,7 +78,7 @@ func Open(o Options) (_ *Kernel, err error) {
 	if err != nil {
 		return nil, err
 	}
-	k := &Kernel{o: o, lock: lock, root: root, links: map[string]link.Link{}, inner: map[string]*ebpf.Map{}, missing: map[uint64]uint64{}}
+	k := &Kernel{o: o, lock: lock, root: root, links: map[string]link.Link{}, inner: map[string]*ebpf.Map{}, missing: map[slotKey]uint64{}}
 	k.in = [2]map[string]*ebpf.Map{{}, {}}
 	defer func() {
 		if err != nil {
@@ -88,11 +93,8 @@ func Open(o Options) (_ *Kernel, err error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := setConstants(k.spec); err != nil {
-		return nil, err
-	}
 	if o.MaxSlots != 0 {
-		k.spec.Maps[kernelMapSlots].MaxEntries = o.MaxSlots
+		resize(k.spec, o.MaxSlots)
 	}
 	replace := map[string]*ebpf.Map{}
 	if _, err := os.Stat(o.pins()); err == nil {
@@ -112,6 +114,12 @@ func Open(o Options) (_ *Kernel, err error) {
 		}
 		k.pinned = true
 	} else if err := o.alone(); err != nil {
+		return nil, err
+	}
+	if k.predecessors, err = o.openPredecessors(); err != nil {
+		return nil, err
+	}
+	if err := setConstants(k.spec); err != nil {
 		return nil, err
 	}
 	k.coll, err = ebpf.NewCollectionWithOptions(k.spec, ebpf.CollectionOptions{MapReplacements: replace})
@@ -151,16 +159,26 @@ func Open(o Options) (_ *Kernel, err error) {
 // that is constantly false is removed before its helpers are looked at, so one object
 // loads everywhere.
 func setConstants(spec *ebpf.CollectionSpec) error {
-	for name, have := range map[string]bool{kernelVarHaveRetval: HaveErrno(), kernelVarHaveComm: haveComm()} {
-		value := uint32(0)
-		if have {
-			value = 1
-		}
+	number := map[bool]uint32{true: 1}
+	for name, value := range map[string]uint32{
+		kernelVarHaveRetval: number[HaveErrno()],
+		kernelVarHaveComm:   number[haveComm()],
+		kernelVarHomeMask:   spec.Maps[kernelMapHomes].MaxEntries - 1,
+	} {
 		if err := spec.Variables[name].Set(value); err != nil {
 			return fmt.Errorf("set constant %s: %w", name, err)
 		}
 	}
 	return nil
+}
+
+// resize gives the maps of connections room for n: the hash has it, and homes, an eighth
+// of that as a power of two, come on top.
+func resize(spec *ebpf.CollectionSpec, n uint32) {
+	spec.Maps[kernelMapSlots].MaxEntries = n
+	spec.Maps[kernelMapUdpSockets].MaxEntries = n
+	homes := uint32(1) << (bits.Len32(n) - 4)
+	spec.Maps[kernelMapHomes].MaxEntries, spec.Maps[kernelMapCookies].MaxEntries = homes, homes
 }
 
 // haveComm says whether the programs may note the command of who connects; without,
@@ -242,11 +260,20 @@ func (k *Kernel) clear(i uint32, name string, zero any) error {
 // error with a number is of the cleaning up behind it.
 //
 // The first Apply on an instance attaches the programs too, and publishes the pins
-// last, with one rename.
+// last, with one rename. Then it ends what a release of another layout has in force,
+// whose slots and counts it takes over.
 func (k *Kernel) Apply(plan *policy.Plan, members []Member) (uint32, error) {
 	at, err := k.allocate(plan)
 	if err != nil {
 		return 0, err
+	}
+	for _, p := range k.predecessors {
+		if k.pinned {
+			break // it was done before the first attach
+		}
+		if err := k.carry(p); err != nil {
+			return 0, err
+		}
 	}
 	now, err := k.generation()
 	if err != nil {
@@ -287,7 +314,7 @@ func (k *Kernel) Apply(plan *policy.Plan, members []Member) (uint32, error) {
 	if t.gen.Udp == 0 {
 		err = k.detachUDP()
 	}
-	return t.gen.Generation, errors.Join(err, k.attach(t.gen.Udp != 0), k.Forget())
+	return t.gen.Generation, errors.Join(err, k.attach(t.gen.Udp != 0), k.succeedAll(), k.Forget())
 }
 
 // SetMembers changes who is in which compartment, within the generation in force.
@@ -547,6 +574,9 @@ func (k *Kernel) publish() (err error) {
 			}
 		}
 	}()
+	if err := writeLayout(k.coll.Maps[kernelMapLayout]); err != nil {
+		return err
+	}
 	for name, m := range k.coll.Maps {
 		if !isPinned(name) {
 			continue
@@ -595,6 +625,9 @@ func (k *Kernel) Forget() error {
 	heldB, heldT := map[uint32]bool{}, map[uint32]bool{}
 	for _, s := range slots {
 		heldT[s.Traffic] = true
+		if s.Part != 0 {
+			heldT[s.Part-1] = true
+		}
 		for i := range min(int(s.N), len(s.Bulkheads)) {
 			heldB[s.Bulkheads[i]] = true
 		}
@@ -617,6 +650,9 @@ func (k *Kernel) Close() error {
 	}
 	for _, l := range k.links {
 		l.Close()
+	}
+	for _, p := range k.predecessors {
+		p.close()
 	}
 	closeAll(k.inner)
 	if k.coll != nil {

@@ -13,14 +13,20 @@ import (
 	"github.com/cilium/ebpf"
 )
 
+type kernelAdopt struct {
+	_         structs.HostLayout
+	Slot      kernelSlot
+	Connected uint32
+	Done      uint32
+}
+
 type kernelBulkhead struct {
 	_           structs.HostLayout
 	InUse       uint32
 	Peak        uint32
+	Rejected    [3]uint64
+	WouldReject [3]uint64
 	Accepted    uint64
-	Rejected    [2]uint64
-	WouldReject [2]uint64
-	Pad         [2]uint64
 }
 
 type kernelBulkheadName struct {
@@ -34,14 +40,16 @@ type kernelBulkheadName struct {
 type kernelConstant uint32
 
 const (
-	kernelConstantBULKHEAD_LAYOUT       kernelConstant = 1
+	kernelConstantBULKHEAD_LAYOUT       kernelConstant = 2
 	kernelConstantPROVIDER_OTHER        kernelConstant = 0
 	kernelConstantCOMPARTMENT_PROTECTED kernelConstant = 65535
 	kernelConstantMAX_SLOTS             kernelConstant = 131072
+	kernelConstantLAYOUT_FIELDS         kernelConstant = 128
 	kernelConstantNO_LIMIT              kernelConstant = 4294967295
 	kernelConstantNO_INDEX              kernelConstant = 4294967295
 	kernelConstantSLOT_RELEASED         kernelConstant = 1
 	kernelConstantSLOT_CLAIMED          kernelConstant = 2
+	kernelConstantSLOT_THERE            kernelConstant = 4
 )
 
 type kernelControlWord struct {
@@ -80,6 +88,13 @@ type kernelHold struct {
 	Limit    uint32
 }
 
+type kernelLayoutField struct {
+	_      structs.HostLayout
+	Name   [40]int8
+	Offset uint32
+	Size   uint32
+}
+
 type kernelLeaf struct {
 	_           structs.HostLayout
 	Seq         uint64
@@ -107,7 +122,8 @@ type kernelReason uint32
 const (
 	kernelReasonREASON_FULL      kernelReason = 0
 	kernelReasonREASON_CONTENDED kernelReason = 1
-	kernelReasonREASONS          kernelReason = 2
+	kernelReasonREASON_EXHAUSTED kernelReason = 2
+	kernelReasonREASONS          kernelReason = 3
 )
 
 type kernelRefusal struct {
@@ -132,13 +148,15 @@ type kernelRetire struct {
 	_      structs.HostLayout
 	Cookie uint64
 	Word   uint64
+	Tally  uint64
+	Part   uint32
 	Done   uint32
-	Pad    uint32
 }
 
 type kernelRoute struct {
 	_       structs.HostLayout
 	Traffic uint32
+	Part    uint32
 	Flags   uint16
 	N       uint16
 	Err     [7]uint16
@@ -151,27 +169,29 @@ type kernelRouteFlag uint32
 const (
 	kernelRouteFlagROUTE_OBSERVE    kernelRouteFlag = 1
 	kernelRouteFlagROUTE_COUNT_ONLY kernelRouteFlag = 2
+	kernelRouteFlagROUTE_STRICT     kernelRouteFlag = 4
 )
 
 type kernelSlot struct {
 	_         structs.HostLayout
 	Word      uint64
-	BornNs    uint64
-	Netns     uint64
-	Traffic   uint32
-	N         uint32
-	Bulkheads [7]uint32
-	Pid       uint32
-	Comm      [16]int8
-	Addr      [16]uint8
-	Port      uint16
+	Cookie    uint64
+	Part      uint32
+	N         uint8
 	Proto     uint8
 	Flags     uint8
 	Header    uint8
-	Pad       [3]uint8
+	Traffic   uint32
+	Pid       uint32
+	Bulkheads [7]uint32
 	FinSegs   uint32
-	Pad2      uint32
-	Resent    uint64
+	BornNs    uint64
+	Netns     uint64
+	Tally     uint64
+	Port      uint16
+	Pad       [3]uint16
+	Comm      [16]int8
+	Addr      [16]uint8
 }
 
 type kernelSlotFlag uint32
@@ -180,7 +200,16 @@ const (
 	kernelSlotFlagSLOT_SENT        kernelSlotFlag = 1
 	kernelSlotFlagSLOT_ESTABLISHED kernelSlotFlag = 2
 	kernelSlotFlagSLOT_TIMESTAMPS  kernelSlotFlag = 4
+	kernelSlotFlagSLOT_HOME        kernelSlotFlag = 8
+	kernelSlotFlagSLOT_ADOPTED     kernelSlotFlag = 16
 )
+
+type kernelSlotKey struct {
+	_      structs.HostLayout
+	Cookie uint64
+	Part   uint32
+	Pad    uint32
+}
 
 type kernelTotal uint32
 
@@ -207,6 +236,12 @@ type kernelTrafficName struct {
 	Provider [48]int8
 }
 
+type kernelUdpSocket struct {
+	_         structs.HostLayout
+	Connected uint32
+	Parts     [15]uint32
+}
+
 // Names of all BPF objects in the ELF.
 //
 // Used for safe lookups in a Collection or CollectionSpec.
@@ -219,6 +254,8 @@ const (
 	kernelMapCookies        = "cookies"
 	kernelMapDests          = "dests"
 	kernelMapGens           = "gens"
+	kernelMapHomes          = "homes"
+	kernelMapLayout         = "layout"
 	kernelMapLeaves         = "leaves"
 	kernelMapPlans          = "plans"
 	kernelMapPorts          = "ports"
@@ -228,6 +265,8 @@ const (
 	kernelMapTotals         = "totals"
 	kernelMapTraffic        = "traffic"
 	kernelMapTrafficNames   = "traffic_names"
+	kernelMapUdpSockets     = "udp_sockets"
+	kernelProgBhAdopt       = "bh_adopt"
 	kernelProgBhBury        = "bh_bury"
 	kernelProgBhConnect4    = "bh_connect4"
 	kernelProgBhConnect6    = "bh_connect6"
@@ -240,6 +279,7 @@ const (
 	kernelProgBhSockops     = "bh_sockops"
 	kernelVarHaveComm       = "have_comm"
 	kernelVarHaveRetval     = "have_retval"
+	kernelVarHomeMask       = "home_mask"
 )
 
 // loadKernel returns the embedded CollectionSpec for kernel.
@@ -284,6 +324,7 @@ type kernelSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type kernelProgramSpecs struct {
+	BhAdopt       *ebpf.ProgramSpec `ebpf:"bh_adopt"`
 	BhBury        *ebpf.ProgramSpec `ebpf:"bh_bury"`
 	BhConnect4    *ebpf.ProgramSpec `ebpf:"bh_connect4"`
 	BhConnect6    *ebpf.ProgramSpec `ebpf:"bh_connect6"`
@@ -308,6 +349,8 @@ type kernelMapSpecs struct {
 	Cookies       *ebpf.MapSpec `ebpf:"cookies"`
 	Dests         *ebpf.MapSpec `ebpf:"dests"`
 	Gens          *ebpf.MapSpec `ebpf:"gens"`
+	Homes         *ebpf.MapSpec `ebpf:"homes"`
+	Layout        *ebpf.MapSpec `ebpf:"layout"`
 	Leaves        *ebpf.MapSpec `ebpf:"leaves"`
 	Plans         *ebpf.MapSpec `ebpf:"plans"`
 	Ports         *ebpf.MapSpec `ebpf:"ports"`
@@ -317,6 +360,7 @@ type kernelMapSpecs struct {
 	Totals        *ebpf.MapSpec `ebpf:"totals"`
 	Traffic       *ebpf.MapSpec `ebpf:"traffic"`
 	TrafficNames  *ebpf.MapSpec `ebpf:"traffic_names"`
+	UdpSockets    *ebpf.MapSpec `ebpf:"udp_sockets"`
 }
 
 // kernelVariableSpecs contains global variables before they are loaded into the kernel.
@@ -325,6 +369,7 @@ type kernelMapSpecs struct {
 type kernelVariableSpecs struct {
 	HaveComm   *ebpf.VariableSpec `ebpf:"have_comm"`
 	HaveRetval *ebpf.VariableSpec `ebpf:"have_retval"`
+	HomeMask   *ebpf.VariableSpec `ebpf:"home_mask"`
 }
 
 // kernelObjects contains all objects after they have been loaded into the kernel.
@@ -355,6 +400,8 @@ type kernelMaps struct {
 	Cookies       *ebpf.Map `ebpf:"cookies"`
 	Dests         *ebpf.Map `ebpf:"dests"`
 	Gens          *ebpf.Map `ebpf:"gens"`
+	Homes         *ebpf.Map `ebpf:"homes"`
+	Layout        *ebpf.Map `ebpf:"layout"`
 	Leaves        *ebpf.Map `ebpf:"leaves"`
 	Plans         *ebpf.Map `ebpf:"plans"`
 	Ports         *ebpf.Map `ebpf:"ports"`
@@ -364,6 +411,7 @@ type kernelMaps struct {
 	Totals        *ebpf.Map `ebpf:"totals"`
 	Traffic       *ebpf.Map `ebpf:"traffic"`
 	TrafficNames  *ebpf.Map `ebpf:"traffic_names"`
+	UdpSockets    *ebpf.Map `ebpf:"udp_sockets"`
 }
 
 func (m *kernelMaps) Close() error {
@@ -376,6 +424,8 @@ func (m *kernelMaps) Close() error {
 		m.Cookies,
 		m.Dests,
 		m.Gens,
+		m.Homes,
+		m.Layout,
 		m.Leaves,
 		m.Plans,
 		m.Ports,
@@ -385,6 +435,7 @@ func (m *kernelMaps) Close() error {
 		m.Totals,
 		m.Traffic,
 		m.TrafficNames,
+		m.UdpSockets,
 	)
 }
 
@@ -394,12 +445,14 @@ func (m *kernelMaps) Close() error {
 type kernelVariables struct {
 	HaveComm   *ebpf.Variable `ebpf:"have_comm"`
 	HaveRetval *ebpf.Variable `ebpf:"have_retval"`
+	HomeMask   *ebpf.Variable `ebpf:"home_mask"`
 }
 
 // kernelPrograms contains all programs after they have been loaded into the kernel.
 //
 // It can be passed to loadKernelObjects or ebpf.CollectionSpec.LoadAndAssign.
 type kernelPrograms struct {
+	BhAdopt       *ebpf.Program `ebpf:"bh_adopt"`
 	BhBury        *ebpf.Program `ebpf:"bh_bury"`
 	BhConnect4    *ebpf.Program `ebpf:"bh_connect4"`
 	BhConnect6    *ebpf.Program `ebpf:"bh_connect6"`
@@ -414,6 +467,7 @@ type kernelPrograms struct {
 
 func (p *kernelPrograms) Close() error {
 	return _KernelClose(
+		p.BhAdopt,
 		p.BhBury,
 		p.BhConnect4,
 		p.BhConnect6,

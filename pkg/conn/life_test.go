@@ -475,8 +475,8 @@ func TestWithoutErrno(t *testing.T) {
 	}
 }
 
-// TestMaxSlots: what finds no room is let through and counted as such, and nothing else
-// is wrong; the size stays with the pins.
+// TestMaxSlots: what finds no room is let through and counted as such, or refused if the
+// policy says so, and nothing else is wrong; the size stays with the pins.
 func TestMaxSlots(t *testing.T) {
 	env := kerneltest.New(t)
 	in := &instance{T: t, Env: env, o: Options{CgroupRoot: env.Cgroup.Path, BPFFS: env.BPFFS, MaxSlots: MinMaxSlots}}
@@ -485,24 +485,47 @@ func TestMaxSlots(t *testing.T) {
 	plan, cg := in.enforce("providers:\n  p: {cidrs: [127.1.0.0/16], limits: {connections: 5000}}\nfeatures:\n  f: {class: batch}\n")
 	server := kerneltest.Serve(t, "127.1.0.1:80", kerneltest.Drain)
 	client := in.start(cg)
-	const over = 76
+	// Cookies are handed out in a row, so that every home is taken too.
+	const room, over = MinMaxSlots + MinMaxSlots/8, 76
 	var open []int
-	for range MinMaxSlots + over {
+	for range room + over {
 		open = append(open, client.MustDial(kerneltest.TCP4, server.Addr))
 	}
 	s := in.snapshot()
-	if b := in.count(provider("p")); s.Totals.Slots != MinMaxSlots || s.Totals.SlotsMax != MinMaxSlots || s.Totals.SlotsFull != over ||
-		b.InUse != MinMaxSlots || b.Peak > MinMaxSlots+1 || b.Accepted != MinMaxSlots || b.refused() != 0 {
-		t.Errorf("%d connections with room for %d: %+v, %+v", len(open), MinMaxSlots, s.Totals, b)
+	if b := in.count(provider("p")); s.Totals.Slots != room || s.Totals.SlotsMax != MinMaxSlots || s.Totals.SlotsFull != over ||
+		b.InUse != room || b.Peak > room+1 || b.Accepted != room || b.refused() != 0 {
+		t.Errorf("%d connections with room for %d: %+v, %+v", len(open), room, s.Totals, b)
 	}
 
+	// A strict policy refuses what finds no room, and that is a refusal as others are.
+	strict, _ := in.enforce("exhausted: refuse\nproviders:\n  p: {cidrs: [127.1.0.0/16], limits: {connections: 5000, errno: EAGAIN}}\nfeatures:\n  f: {class: batch}\n")
+	for i := range uint64(3) {
+		_, errno := client.Dial(kerneltest.TCP4, server.Addr)
+		wantErrno(t, errno, errnoSeen(syscall.EAGAIN), "connect without room")
+		s, b := in.snapshot(), in.count(provider("p"))
+		if s.Totals.SlotsFull != over+i+1 || b.InUse != room || b.Accepted != room || b.Rejected["exhausted"] != i+1 || b.refused() != 0 {
+			t.Errorf("refused for want of room: %+v, %+v", s.Totals, b)
+		}
+		if r := s.Refusals[0]; r.Reason != "exhausted" || r.Bulkhead != provider("p") || r.Limit != 5000 {
+			t.Errorf("told: %+v", r)
+		}
+	}
+	strict.Mode = policy.Observe
+	in.apply(strict, member(t, strict, cg, "f", ""))
+	client.Close(client.MustDial(kerneltest.TCP4, server.Addr))
+	if b := in.count(provider("p")); b.WouldReject["exhausted"] != 1 || b.InUse != room {
+		t.Errorf("without room in mode observe: %+v", b)
+	}
+	in.apply(plan, member(t, plan, cg, "f", ""))
+	const full = over + 4
+
 	// Those without a slot take none with them, and there is room again.
-	for _, fd := range open[MinMaxSlots-1:] {
+	for _, fd := range open[room-1:] {
 		client.Close(fd)
 	}
-	in.inUse(provider("p"), MinMaxSlots-1, "after the last ones have closed")
+	in.inUse(provider("p"), room-1, "after the last ones have closed")
 	client.MustDial(kerneltest.TCP4, server.Addr)
-	if s := in.snapshot(); s.Totals.SlotsFull != over {
+	if s := in.snapshot(); s.Totals.SlotsFull != full {
 		t.Errorf("with room for one: %+v", s.Totals)
 	}
 
@@ -513,7 +536,7 @@ func TestMaxSlots(t *testing.T) {
 		t.Errorf("room for %d after taking over, want the %d that are pinned", got, MinMaxSlots)
 	}
 	in.apply(plan, member(t, plan, cg, "f", ""))
-	in.leaklessBut(over)
+	in.leaklessBut(full)
 	in.close()
 	if err := Detach(in.o); err != nil {
 		t.Fatal(err)

@@ -87,7 +87,19 @@ type test struct {
 // runAll runs tests one after the other, each from counts of zero.
 func runAll(t *testing.T, tests ...test) {
 	t.Helper()
+	newInstance(t).runAll(t, tests)
+}
+
+// runCrowded is runAll with every home taken.
+func runCrowded(t *testing.T, tests ...test) {
+	t.Helper()
 	in := newInstance(t)
+	in.crowd()
+	in.runAll(t, tests)
+}
+
+func (in *instance) runAll(t *testing.T, tests []test) {
+	t.Helper()
 	for _, c := range tests {
 		t.Run(c.name, func(t *testing.T) {
 			sub := &instance{T: t, Env: in.With(t), o: in.o, k: in.k}
@@ -277,6 +289,26 @@ func (in *instance) inUse(k policy.Key, n uint32, when string) {
 		}
 		return nil
 	})
+}
+
+// crowd makes every free home look as if somebody were writing there, so that every slot
+// from then on is a guest.
+func (in *instance) crowd() {
+	in.Helper()
+	m := in.k.coll.Maps[kernelMapHomes]
+	for i := range m.MaxEntries() {
+		var s kernelSlot
+		if err := m.Lookup(i, &s); err != nil {
+			in.Fatal(err)
+		}
+		if s.Word != 0 {
+			continue
+		}
+		s.Word = uint64(kernelConstantSLOT_THERE | kernelConstantSLOT_CLAIMED)
+		if err := m.Update(i, &s, ebpf.UpdateAny); err != nil {
+			in.Fatal(err)
+		}
+	}
 }
 
 // empty waits until nothing is in use and the slot map has no entry left.

@@ -26,11 +26,13 @@ type Options struct {
 	// most; 0 is the default. Only Open of an instance that is not pinned yet heeds
 	// it: the kernel cannot resize a map, so what is pinned keeps its size.
 	MaxSlots uint32
+
+	layout int // a test is another release
 }
 
 // Bounds of Options.MaxSlots. A slot takes up to 256 bytes of kernel memory while its
-// connection is open, and room for one that is not 16 (a bucket, kernel/bpf/hashtab.c),
-// rounded up to a power of two.
+// connection is open. Room for one that is not takes 48: two buckets of 16
+// (kernel/bpf/hashtab.c) and an eighth of a slot of 128.
 const (
 	MinMaxSlots     = 1024
 	DefaultMaxSlots = uint32(kernelConstantMAX_SLOTS)
@@ -43,7 +45,11 @@ func (o Options) dir() string { return filepath.Join(o.BPFFS, "bulkhead") }
 // pins is where maps and links of this build's layout are. Another layout is
 // another directory, so a build never opens maps that it would misread.
 func (o Options) pins() string {
-	return filepath.Join(o.dir(), "v"+strconv.Itoa(int(kernelConstantBULKHEAD_LAYOUT)))
+	number := int(kernelConstantBULKHEAD_LAYOUT)
+	if o.layout != 0 {
+		number = o.layout
+	}
+	return filepath.Join(o.dir(), "v"+strconv.Itoa(number))
 }
 
 // A hook is one place where a program is attached.
@@ -72,7 +78,8 @@ func hooks() []hook {
 const (
 	bpfFSMagic   = unix.BPF_FS_MAGIC
 	cgroup2Magic = unix.CGROUP2_SUPER_MAGIC
-	staging      = "new-" // prefix of a directory that is not published yet
+	linkPrefix   = "link_" // of the pins of links, in every layout
+	staging      = "new-"  // prefix of a directory that is not published yet
 )
 
 func isFS(path string, magic int64) (bool, error) {
@@ -218,9 +225,18 @@ func (o Options) pinnedMaps(spec *ebpf.CollectionSpec, opts *ebpf.LoadPinOptions
 		if !isPinned(name) {
 			continue
 		}
-		m, err := ebpf.LoadPinnedMap(filepath.Join(o.pins(), name), opts)
-		if err == nil && name == kernelMapSlots {
-			ms.MaxEntries = m.MaxEntries() // as it was asked for when it was made
+		how := opts
+		if name == kernelMapHomes {
+			// Mapped, to read only; but the kernel maps no map shared through a
+			// descriptor that is for reading only (bpf_map_mmap wants VM_SHARED).
+			how = nil
+		}
+		m, err := ebpf.LoadPinnedMap(filepath.Join(o.pins(), name), how)
+		switch name {
+		case kernelMapSlots, kernelMapUdpSockets, kernelMapHomes, kernelMapCookies:
+			if err == nil {
+				ms.MaxEntries = m.MaxEntries() // as it was asked for when it was made
+			}
 		}
 		if err == nil {
 			err = ms.Compatible(m)

@@ -80,8 +80,22 @@ func (o Options) alone() error {
 	if err != nil {
 		return err
 	}
+	others, err := o.others()
+	if err != nil {
+		return err
+	}
+	known := map[uint32]bool{}
+	for _, dir := range others {
+		for _, h := range hooks() {
+			id, err := linkedProgramAt(filepath.Join(dir, h.name))
+			if err != nil {
+				return err
+			}
+			known[id] = true
+		}
+	}
 	for _, p := range a.Programs {
-		if !p.Ours && p.Name == kernelProgBhConnect4 {
+		if !p.Ours && !known[p.ID] && p.Name == kernelProgBhConnect4 {
 			return fmt.Errorf("%w: another instance of bulkhead is attached to %s (program %d at connect4): give the --bpffs that it was started with, or another --cgroup-root",
 				ErrForeign, o.CgroupRoot, p.ID)
 		}
@@ -181,17 +195,21 @@ func (h hook) needed(udp bool) bool { return udp || !h.udp }
 
 // linkedProgram is the id of the program under a pinned link, 0 if there is none.
 func (o Options) linkedProgram(h hook) (uint32, error) {
-	l, err := link.LoadPinnedLink(filepath.Join(o.pins(), h.name), nil)
+	return linkedProgramAt(filepath.Join(o.pins(), h.name))
+}
+
+func linkedProgramAt(pin string) (uint32, error) {
+	l, err := link.LoadPinnedLink(pin, nil)
 	if errors.Is(err, os.ErrNotExist) {
 		return 0, nil
 	}
 	if err != nil {
-		return 0, fmt.Errorf("open pinned link %s: %w", h.name, err)
+		return 0, fmt.Errorf("open pinned link %s: %w", pin, err)
 	}
 	defer l.Close()
 	info, err := l.Info()
 	if err != nil {
-		return 0, fmt.Errorf("pinned link %s: %w", h.name, err)
+		return 0, fmt.Errorf("pinned link %s: %w", pin, err)
 	}
 	return uint32(info.Program), nil
 }

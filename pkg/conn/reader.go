@@ -12,6 +12,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"time"
+	"unsafe"
 
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
@@ -29,12 +30,16 @@ type Reader struct {
 	known *atomic.Pointer[inForce]
 }
 
-// OpenReader opens the pins of an instance; ErrNotLoaded if there are none.
+// OpenReader opens the pins of an instance; ErrNotLoaded if there are none, and
+// ErrOtherRelease if they are of another layout.
 func OpenReader(o Options) (*Reader, error) {
 	if err := o.checkBPFFS(); err != nil {
 		return nil, err
 	}
 	if _, err := os.Stat(o.pins()); err != nil {
+		if others, _ := o.others(); errors.Is(err, os.ErrNotExist) && len(others) > 0 {
+			return nil, fmt.Errorf("%s: %w (use the bulkhead that made it, or start this one's agent, which takes over)", others[0], ErrOtherRelease)
+		}
 		if errors.Is(err, os.ErrNotExist) {
 			return nil, fmt.Errorf("%s: %w (start the agent: bulkhead agent --policy FILE)", o.pins(), ErrNotLoaded)
 		}
@@ -173,27 +178,80 @@ func sortMembers(m []Member) {
 	slices.SortFunc(m, func(a, b Member) int { return cmp.Compare(a.CgroupID, b.CgroupID) })
 }
 
-// slot is an entry of the slot map.
-type slot struct {
+// slotKey names an entry: a socket's cookie, and the number of its provider for UDP.
+type slotKey struct {
 	cookie uint64
-	kernelSlot
+	part   uint32
 }
 
+// slot is an entry of homes or of the hash.
+type slot struct{ kernelSlot }
+
+func (s *slot) key() slotKey { return slotKey{s.Cookie, s.Part} }
+
 func (s *slot) released() bool { return s.Word&uint64(kernelConstantSLOT_RELEASED) != 0 }
+
+// admission names the admission, released or not.
+func (s *slot) admission() uint64 { return s.Word &^ uint64(kernelConstantSLOT_RELEASED) }
+
+func (s *slot) has(flag kernelSlotFlag) bool { return s.Flags&uint8(flag) != 0 }
 
 func (s *slot) remote() netip.AddrPort {
 	return netip.AddrPortFrom(netip.AddrFrom16(s.Addr).Unmap(), s.Port)
 }
 
-// readSlots reads the slot map. Entries that come and go meanwhile may or may not be
+// readSlots reads every slot. Entries that come and go meanwhile may or may not be
 // there.
 func readSlots(maps map[string]*ebpf.Map) ([]slot, error) {
-	var all []slot
-	err := readHash(maps[kernelMapSlots], func(cookie uint64, s *kernelSlot) error {
-		all = append(all, slot{cookie, *s})
+	all, err := readHomes(maps[kernelMapHomes])
+	if err != nil {
+		return nil, err
+	}
+	guests, err := readGuests(maps)
+	return append(all, guests...), err
+}
+
+// readGuests reads those that are in the hash.
+func readGuests(maps map[string]*ebpf.Map) (all []slot, err error) {
+	err = readHash(maps[kernelMapSlots], func(_ kernelSlotKey, s *kernelSlot) error {
+		all = append(all, slot{*s})
 		return nil
 	})
 	return all, err
+}
+
+// readHomes reads the array of slots through a mapping: nearly all of it is free, which
+// one word of each says.
+func readHomes(m *ebpf.Map) (all []slot, err error) {
+	const size = unsafe.Sizeof(kernelSlot{})
+	b, err := unix.Mmap(m.FD(), 0, int(m.MaxEntries())*int(size), unix.PROT_READ, unix.MAP_SHARED)
+	if err != nil {
+		return nil, fmt.Errorf("map %s: %w", m, err)
+	}
+	defer unix.Munmap(b)
+	type words [size / 8]uint64
+	for i := range m.MaxEntries() {
+		home := (*words)(unsafe.Pointer(&b[uintptr(i)*size]))
+		for range 4 {
+			var copied words
+			// One after the other, as atomic loads are: the word is of what follows if it
+			// is still the same behind it.
+			for j := range home {
+				if j == 1 && copied[0] == 0 {
+					break
+				}
+				copied[j] = atomic.LoadUint64(&home[j])
+			}
+			if copied[0] == 0 || copied[0]&uint64(kernelConstantSLOT_CLAIMED) != 0 {
+				break // free, or not yet
+			}
+			if after := atomic.LoadUint64(&home[0]); (after^copied[0])&^uint64(kernelConstantSLOT_RELEASED) == 0 {
+				all = append(all, slot{*(*kernelSlot)(unsafe.Pointer(&copied))})
+				break
+			}
+		}
+	}
+	return all, nil
 }
 
 // readHash calls each for every entry of a hash map, reading in batches.
@@ -300,23 +358,25 @@ func (r *Reader) Snapshot(ctx context.Context) (*Snapshot, error) {
 		}
 	}
 	names := invert(bulkheadAt)
-	words := make(map[uint64]uint64, len(slots))
+	admissions := make(map[slotKey]uint64, len(slots))
 	for _, sl := range slots {
-		words[sl.cookie] = sl.Word &^ uint64(kernelConstantSLOT_RELEASED)
+		admissions[sl.key()] = sl.admission()
 	}
 	now := monotonic()
 	for _, sl := range after {
 		c := Connection{
-			Cookie: sl.cookie, Netns: sl.Netns, PID: sl.Pid, Comm: command(sl.Pid, sl.Comm[:]),
+			Cookie: sl.Cookie, Netns: sl.Netns, PID: sl.Pid, Comm: command(sl.Pid, sl.Comm[:]),
 			Remote: sl.remote(), Proto: policy.Proto(sl.Proto), Age: time.Duration(now - int64(sl.BornNs)),
 		}
 		t := traffic[sl.Traffic]
-		so, seen := live[sl.cookie]
+		so, seen := live[sl.Cookie]
 		// The socket that was dumped belongs to this admission only if it was there
 		// before the dump.
-		if seen && words[sl.cookie] == sl.Word&^uint64(kernelConstantSLOT_RELEASED) {
+		if seen && admissions[sl.key()] == sl.admission() {
 			c.State, c.TxBytes, c.RxBytes = so.State.String(), so.TxBytes, so.RxBytes
-			if t != nil {
+			// Nobody reads the bytes of one that was adopted when it closes, and a sum
+			// never falls.
+			if t != nil && !sl.has(kernelSlotFlagSLOT_ADOPTED) {
 				t.TxBytes += so.TxBytes
 				t.RxBytes += so.RxBytes
 			}
@@ -370,13 +430,13 @@ func (r *Reader) sums(n uint32, live map[uint64]sockets.Socket) ([]kernelTraffic
 		if err != nil {
 			return nil, nil, err
 		}
-		still := make(map[uint64]bool, len(after))
+		still := make(map[slotKey]bool, len(after))
 		for _, s := range after {
-			still[s.cookie] = true
+			still[s.key()] = true
 		}
 		settled := true
 		for _, s := range before {
-			if _, dumped := live[s.cookie]; dumped && !still[s.cookie] {
+			if _, dumped := live[s.Cookie]; dumped && !still[s.key()] {
 				settled = false
 			}
 		}
@@ -440,8 +500,11 @@ func (r *Reader) bulkheads(plan *policy.Plan, at map[policy.Key]uint32) ([]Bulkh
 }
 
 func reason(r uint8) string {
-	if kernelReason(r) == kernelReasonREASON_CONTENDED {
+	switch kernelReason(r) {
+	case kernelReasonREASON_CONTENDED:
 		return "contended"
+	case kernelReasonREASON_EXHAUSTED:
+		return "exhausted"
 	}
 	return "full"
 }

@@ -2,11 +2,14 @@ package conn
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"time"
 
 	"github.com/cilium/ebpf"
 
 	"bulkhead/internal/sockets"
+	"bulkhead/pkg/policy"
 )
 
 // Reconciled is what one comparison of slots with sockets did.
@@ -22,10 +25,15 @@ type Reconciled struct {
 // when two complete dumps in a row, in two calls, lacked its socket, by the word that
 // was seen before the first; it never writes a count. The kernel's own hooks free
 // nearly every slot: this is for what gives no event, such as a connect that failed
-// before its SYN while the descriptor stays open, or an MPTCP subflow.
+// before its SYN while the descriptor stays open, or an MPTCP subflow. It does what
+// Expire does, too, and sees which UDP sockets have been disconnected.
 func (k *Kernel) Reconcile(ctx context.Context) (Reconciled, error) {
 	var out Reconciled
 	slots, err := readSlots(k.coll.Maps)
+	if err != nil {
+		return out, err
+	}
+	udp, err := k.udpSockets()
 	if err != nil {
 		return out, err
 	}
@@ -33,41 +41,41 @@ func (k *Kernel) Reconcile(ctx context.Context) (Reconciled, error) {
 	for _, s := range slots {
 		wanted[s.Netns] = struct{}{}
 	}
-	if len(wanted) == 0 {
-		k.missing = map[uint64]uint64{}
-		return out, k.Forget()
-	}
 	dumps := map[uint64]sockets.Dump{}
-	for _, d := range sockets.ReadAll(ctx, wanted, protocols(slots)...) {
-		dumps[d.Cookie] = d
-		if _, asked := wanted[d.Cookie]; asked && !d.Complete {
-			out.Errors = append(out.Errors, fmt.Errorf("network namespace %d: %w", d.Cookie, d.Err))
+	if len(wanted) > 0 {
+		for _, d := range sockets.ReadAll(ctx, wanted, protocols(slots)...) {
+			dumps[d.Cookie] = d
+			if _, asked := wanted[d.Cookie]; asked && !d.Complete {
+				out.Errors = append(out.Errors, fmt.Errorf("network namespace %d: %w", d.Cookie, d.Err))
+			}
 		}
 	}
-	missing := map[uint64]uint64{}
+	now, idle := monotonic(), k.idleTimes()
+	missing := map[slotKey]uint64{}
 	for _, s := range slots {
 		d, ok := dumps[s.Netns]
 		if !ok || !d.Complete {
 			// Keep what earlier dumps proved: this one says nothing.
-			if w, was := k.missing[s.cookie]; was && w == s.Word {
-				missing[s.cookie] = w
+			if w, was := k.missing[s.key()]; was && w == s.Word {
+				missing[s.key()] = w
 			}
 			continue
 		}
-		if _, alive := d.Sockets[s.cookie]; alive {
+		if so, alive := d.Sockets[s.Cookie]; alive {
+			connected := udp[s.Cookie].Connected == s.Part && so.State == sockets.Established
+			if s.Part == 0 || connected || !idle.over(&s, now) {
+				continue
+			}
+		} else if k.missing[s.key()] != s.Word {
+			missing[s.key()] = s.Word
 			continue
-		}
-		if k.missing[s.cookie] != s.Word {
-			missing[s.cookie] = s.Word
-			continue
-		}
-		if s.released() {
-			if err := k.bury(s.cookie, s.Word); err != nil {
+		} else if s.released() {
+			if err := k.bury(&s); err != nil {
 				return out, err
 			}
 			continue
 		}
-		done, err := k.retire(s.cookie, s.Word)
+		done, err := k.retire(&s)
 		if err != nil {
 			return out, err
 		}
@@ -76,27 +84,116 @@ func (k *Kernel) Reconcile(ctx context.Context) (Reconciled, error) {
 		}
 	}
 	k.missing = missing
-	return out, k.Forget()
+	return out, errors.Join(k.forgetUDP(slots, udp), k.Forget())
+}
+
+// Expire gives back the slots of UDP sockets that have sent their provider nothing, and
+// received nothing from it, for the time that the policy calls idle, and returns how many.
+// A socket that is connected to the provider keeps its slot.
+func (k *Kernel) Expire() (int, error) {
+	if k.tables == nil || k.tables.gen.Udp == 0 {
+		return 0, nil
+	}
+	udp, err := k.udpSockets()
+	if err != nil || len(udp) == 0 {
+		return 0, err
+	}
+	slots, err := readGuests(k.coll.Maps)
+	if err != nil {
+		return 0, err
+	}
+	n := 0
+	now, idle := monotonic(), k.idleTimes()
+	for _, s := range slots {
+		if s.Part == 0 || s.Part == udp[s.Cookie].Connected || !idle.over(&s, now) {
+			continue
+		}
+		done, err := k.retire(&s)
+		if err != nil {
+			return n, err
+		}
+		if done {
+			n++
+		}
+	}
+	return n, nil
+}
+
+// idleTimes are the idle times of routes, by the index of their counter.
+type idleTimes map[uint32]time.Duration
+
+func (k *Kernel) idleTimes() idleTimes {
+	all := idleTimes{}
+	if k.plan == nil {
+		return all
+	}
+	for i, r := range k.plan.Routes {
+		all[k.at.traffic[i]] = k.plan.Providers[r.Provider].Idle
+	}
+	return all
+}
+
+// over says whether a UDP slot has been idle for too long. What has left the policy
+// keeps the default.
+func (t idleTimes) over(s *slot, now int64) bool {
+	idle := t[s.Traffic]
+	if idle == 0 {
+		idle = policy.DefaultIdle
+	}
+	return !s.released() && now-int64(s.Tally) > int64(idle)
+}
+
+// udpSockets reads what is noted of UDP sockets.
+func (k *Kernel) udpSockets() (map[uint64]kernelUdpSocket, error) {
+	all := map[uint64]kernelUdpSocket{}
+	err := readHash(k.coll.Maps[kernelMapUdpSockets], func(cookie uint64, u *kernelUdpSocket) error {
+		all[cookie] = *u
+		return nil
+	})
+	return all, err
+}
+
+// forgetUDP removes what is noted of UDP sockets that have no slot, in this round and in
+// the one before: they closed while nothing of ours was attached. Otherwise their last
+// close does it.
+func (k *Kernel) forgetUDP(slots []slot, udp map[uint64]kernelUdpSocket) error {
+	empty := make(map[uint64]bool, len(udp))
+	for cookie := range udp {
+		empty[cookie] = true
+	}
+	for _, s := range slots {
+		delete(empty, s.Cookie)
+	}
+	for cookie := range empty {
+		if !k.empty[cookie] {
+			continue
+		}
+		if _, err := k.settle(kernelProgBhBury, kernelRetire{Cookie: cookie}); err != nil {
+			return err
+		}
+		delete(empty, cookie)
+	}
+	k.empty = empty
+	return nil
 }
 
 // retire gives a slot back by the word that was seen, and leaves a tombstone: only a
 // socket's own hooks delete its entry while it holds anything.
-func (k *Kernel) retire(cookie, word uint64) (bool, error) {
-	return k.settle(kernelProgBhRetire, cookie, word)
+func (k *Kernel) retire(s *slot) (bool, error) {
+	return k.settle(kernelProgBhRetire, kernelRetire{Cookie: s.Cookie, Word: s.Word, Part: s.Part, Tally: s.Tally})
 }
 
 // bury deletes a tombstone whose socket two dumps lacked.
-func (k *Kernel) bury(cookie, word uint64) error {
-	_, err := k.settle(kernelProgBhBury, cookie, word)
+func (k *Kernel) bury(s *slot) error {
+	_, err := k.settle(kernelProgBhBury, kernelRetire{Cookie: s.Cookie, Word: s.Word, Part: s.Part})
 	return err
 }
 
 // settle runs one of the programs that act on a slot by its word.
-func (k *Kernel) settle(program string, cookie, word uint64) (bool, error) {
-	in := kernelRetire{Cookie: cookie, Word: word}
+func (k *Kernel) settle(program string, in kernelRetire) (bool, error) {
 	var out kernelRetire
 	if _, err := k.coll.Programs[program].Run(&ebpf.RunOptions{Context: &in, ContextOut: &out}); err != nil {
-		return false, fmt.Errorf("%s of socket %d: %w", program, cookie, err)
+		return false, fmt.Errorf("%s of socket %d: %w", program, in.Cookie, err)
 	}
 	return out.Done != 0, nil
 }

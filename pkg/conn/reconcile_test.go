@@ -17,6 +17,7 @@ func TestReconcile(t *testing.T) {
 	runAll(t,
 		test{"frees nothing that lives", testReconcileFreesNothingAlive},
 		test{"frees nothing that it cannot see", testReconcileUnreachableNamespace},
+		test{"finds the namespace of a socket alone", testReconcileStrayNamespace},
 		test{"retires what it saw, and nothing else", testRetireOldWord},
 		test{"retiring races with the hooks", testRetireRaces},
 		test{"deleting tombstones races with the hooks", testBuryRaces},
@@ -67,18 +68,29 @@ func testReconcileFreesNothingAlive(in *instance) {
 	steady.Close(held...)
 }
 
-// A socket whose network namespace nothing leads to is not missing, it is not seen.
-func testReconcileUnreachableNamespace(in *instance) {
+// A network namespace that no process is in any more is found through the socket.
+func testReconcileStrayNamespace(in *instance) {
 	client, _ := two(in)
 	fd := client.Stray(kerneltest.TCP4)
 	wantErrno(in, client.Connect(fd, "192.0.2.1:80"), syscall.ENETUNREACH, "connect in a namespace without routes")
 	in.want(1, 0, "after a connect in a namespace of nobody")
-	kerneltest.Poll(in, "the thread that made the namespace has ended", func() error {
-		if s := in.snapshot(); len(s.Unseen) != 1 {
-			return fmt.Errorf("unseen namespaces %q, want one", s.Unseen)
+	kerneltest.Poll(in, "it is given back", func() error {
+		if r := in.reconcile(); len(r.Errors) != 0 {
+			in.Fatalf("%+v", r)
+		}
+		if n := in.count(provider("p")).InUse; n != 0 {
+			return fmt.Errorf("%d in use", n)
 		}
 		return nil
 	})
+	client.Close(fd)
+}
+
+// A socket whose network namespace nothing leads to is not missing, it is not seen.
+func testReconcileUnreachableNamespace(in *instance) {
+	client, _ := two(in)
+	fd, s := unreachable(in, client)
+	in.rewrite(&s, func(s *kernelSlot) { s.Netns = 1 << 60 })
 	for range 4 {
 		r := in.reconcile()
 		if r.Reclaimed != 0 {
@@ -89,7 +101,26 @@ func testReconcileUnreachableNamespace(in *instance) {
 		}
 		in.want(1, 0, "after a Reconcile that could not see it")
 	}
+	if s := in.snapshot(); len(s.Unseen) != 1 {
+		in.Errorf("unseen namespaces %q, want one", s.Unseen)
+	}
 	client.Close(fd)
+}
+
+// rewrite changes an entry of the slots, wherever it is.
+func (in *instance) rewrite(s *slot, change func(*kernelSlot)) {
+	in.Helper()
+	change(&s.kernelSlot)
+	var err error
+	if s.has(kernelSlotFlagSLOT_HOME) {
+		homes := in.k.coll.Maps[kernelMapHomes]
+		err = homes.Update(uint32(s.Cookie)&(homes.MaxEntries()-1), &s.kernelSlot, ebpf.UpdateExist)
+	} else {
+		err = in.k.coll.Maps[kernelMapSlots].Update(kernelSlotKey{Cookie: s.Cookie, Part: s.Part}, &s.kernelSlot, ebpf.UpdateExist)
+	}
+	if err != nil {
+		in.Fatal(err)
+	}
 }
 
 // A descriptor that has connected again since its slot was read: the word that was seen is
@@ -98,11 +129,12 @@ func testRetireOldWord(in *instance) {
 	client, _ := two(in)
 	fd, old := unreachable(in, client)
 	wantErrno(in, client.Connect(fd, "127.1.0.1:80"), 0, "connect on the same descriptor")
-	if done, err := in.k.retire(old.cookie, old.Word); err != nil || done {
+	if done, err := in.k.retire(&old); err != nil || done {
 		in.Errorf("retired by an old word: %v (%v)", done, err)
 	}
 	in.want(1, 0, "after that")
-	if err := in.k.bury(old.cookie, old.Word|uint64(kernelConstantSLOT_RELEASED)); err != nil {
+	old.Word |= uint64(kernelConstantSLOT_RELEASED)
+	if err := in.k.bury(&old); err != nil {
 		in.Error(err)
 	}
 	in.want(1, 0, "after burying by an old word")
@@ -151,7 +183,7 @@ func hammered(in *instance, bury bool) (connects, retired, buried int) {
 			in.Fatal(err)
 		}
 		for _, s := range slots {
-			cookies[s.cookie] = true
+			cookies[s.Cookie] = true
 		}
 		if len(cookies) < 3 {
 			return fmt.Errorf("%d have", len(cookies))
@@ -159,24 +191,22 @@ func hammered(in *instance, bury bool) (connects, retired, buried int) {
 		return nil
 	})
 	for over := time.Now().Add(2 * time.Second); time.Now().Before(over); {
-		for cookie := range cookies {
-			s := slot{cookie: cookie}
-			if err := in.k.coll.Maps[kernelMapSlots].Lookup(cookie, &s.kernelSlot); errors.Is(err, ebpf.ErrKeyNotExist) {
-				continue
-			} else if err != nil {
-				in.Fatal(err)
-			}
+		slots, err := readSlots(in.k.coll.Maps)
+		if err != nil {
+			in.Fatal(err)
+		}
+		for _, s := range slots {
 			if s.released() {
 				if !bury {
 					continue
 				}
 				buried++
-				if err := in.k.bury(s.cookie, s.Word); err != nil {
+				if err := in.k.bury(&s); err != nil {
 					in.Fatal(err)
 				}
 				continue
 			}
-			done, err := in.k.retire(s.cookie, s.Word)
+			done, err := in.k.retire(&s)
 			if err != nil {
 				in.Fatal(err)
 			}

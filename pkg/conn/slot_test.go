@@ -22,25 +22,28 @@ import (
 // Each is one way in which a connection can begin and end. After each the instance
 // checks that nothing is in use and that no slot is left.
 func TestSlotLife(t *testing.T) {
-	runAll(t,
-		test{"refused by us", testRefusedByUs},
-		test{"refused by the server", testRefusedByServer},
-		test{"unreachable", testUnreachable},
-		test{"close, reset, hangup", testCloses},
-		test{"peer closes first", testCloseWait},
-		test{"close with a dead peer", testDeadPeer},
-		test{"close in SYN_SENT", testSynSent},
-		test{"AF_UNSPEC", testDisconnect},
-		test{"again and elsewhere on one descriptor", testReconnect},
-		test{"non-blocking connect again and again", testNonBlocking},
-		test{"shared descriptors", testShared},
-		test{"kill -9", testKill},
-		test{"listeners and accepted sockets", testAccepted},
-		test{"bound and never connected", testBound},
-		test{"MPTCP", testMPTCP},
-		test{"another program refuses", testAnotherProgram},
-		test{"another program has callbacks of its own", testOtherCallbacks},
-	)
+	life := []test{
+		{"refused by us", testRefusedByUs},
+		{"refused by the server", testRefusedByServer},
+		{"unreachable", testUnreachable},
+		{"close, reset, hangup", testCloses},
+		{"peer closes first", testCloseWait},
+		{"close with a dead peer", testDeadPeer},
+		{"close in SYN_SENT", testSynSent},
+		{"AF_UNSPEC", testDisconnect},
+		{"again and elsewhere on one descriptor", testReconnect},
+		{"non-blocking connect again and again", testNonBlocking},
+		{"shared descriptors", testShared},
+		{"kill -9", testKill},
+		{"listeners and accepted sockets", testAccepted},
+		{"bound and never connected", testBound},
+		{"MPTCP", testMPTCP},
+		{"another program refuses", testAnotherProgram},
+		{"another program has callbacks of its own", testOtherCallbacks},
+	}
+	t.Run("at home", func(t *testing.T) { runAll(t, life...) })
+	// The same for those that find somebody else at home.
+	t.Run("as guests", func(t *testing.T) { runCrowded(t, life...) })
 }
 
 const twoProviders = `
@@ -435,7 +438,7 @@ func testAccepted(in *instance) {
 	client, _ := two(in)
 	server := in.start(in.Mkdir("f"))
 	l := server.Socket(kerneltest.TCP4)
-	server.Bind(l, "127.1.0.7:80")
+	server.Bind(l, "127.1.0.7:0")
 	addr := server.Listen(l)
 	in.want(0, 0, "with a listener")
 	for i := range 20 {

@@ -104,7 +104,7 @@ type Totals struct {
 	RefusedEarlier uint64 // denied by another program before ours
 	Uncounted      uint64 // let through uncounted: an old entry of the socket did not go away
 	Slots          uint64 // entries in the slot map now
-	SlotsMax       uint64
+	SlotsMax       uint64 // there is room for as many, and for some more
 }
 
 // Member places a cgroup in a compartment of a plan. Where cgroups are nested the

@@ -10,7 +10,10 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/asm"
 	"golang.org/x/sys/unix"
 
 	"bulkhead/internal/kerneltest"
@@ -24,7 +27,11 @@ func TestUDP(t *testing.T) {
 		test{"limits", testUDPLimits},
 		test{"disconnected", testUDPDisconnected},
 		test{"threads that share a socket", testUDPThreads},
+		test{"idle", testUDPIdle},
+		test{"more providers than one socket can hold", testUDPProviders},
+		test{"a socket that closed unseen", testUDPUnseen},
 		test{"bytes", testUDPBytes},
+		test{"bytes of one socket to two providers", testUDPBytesApart},
 		test{"bytes of what is cut into segments later", testUDPSegments},
 	)
 }
@@ -163,10 +170,10 @@ func testUDPSlots(in *instance) {
 		// What a connected socket sends elsewhere is judged by where it goes.
 		wantErrno(in, client.Connect(fd, c.p+":82"), 0, when("connect"))
 		wantErrno(in, client.SendTo(fd, c.q+":80", 10), 0, when("sendto q of a socket connected to p"))
-		in.want(0, 1, when("after it"))
-		// A slot is held until the socket closes or is used for another provider.
+		in.want(1, 1, when("after it"))
+		// A slot is held until the socket closes, connects elsewhere or is idle.
 		wantErrno(in, client.SendTo(fd, "127.9.0.1:80", 10), 0, when("sendto other"))
-		in.want(0, 1, when("after it"))
+		in.want(1, 1, when("after it"))
 		client.Close(fd)
 		in.want(0, 0, when("after the close"))
 	}
@@ -238,6 +245,194 @@ func testUDPThreads(in *instance) {
 	}
 	client.Calm()
 	in.want(0, 0, "after the close")
+}
+
+// What sends took is given back after the idle time of its provider, and not before;
+// what a connect took stays for as long as the socket is connected.
+func testUDPIdle(in *instance) {
+	_, cg := in.enforce(strings.Replace(udpPolicy, "protocol: udp,", "protocol: udp, idle: 1s,", 1))
+	client := in.start(cg)
+	connected := client.Socket(kerneltest.UDP4)
+	client.Bind(connected, "127.0.0.1:0")
+	wantErrno(in, client.Connect(connected, "127.1.0.1:80"), 0, "connect to p")
+	bound := client.Socket(kerneltest.UDP4)
+	before := time.Now()
+	wantErrno(in, client.SendTo(bound, "127.1.0.1:80", 1), 0, "sendto p")
+	wantErrno(in, client.SendTo(bound, "127.2.0.1:80", 1), 0, "sendto q")
+	in.want(2, 1, "after two datagrams of one socket")
+	kerneltest.Poll(in, "the idle slot is given back", func() error {
+		n, err := in.k.Expire()
+		if err != nil || n > 1 {
+			in.Fatalf("%d expired (%v), want one", n, err)
+		}
+		if n == 0 {
+			return errors.New("it is not")
+		}
+		return nil
+	})
+	if d := time.Since(before); d < time.Second {
+		in.Errorf("given back after %v, want a second", d)
+	}
+	in.want(1, 1, "after the idle time of p")
+	in.reconcile()
+	in.reconcile()
+	in.want(1, 1, "and two Reconciles")
+
+	// It is admitted again, and somebody who saw it before that retires nothing.
+	wantErrno(in, client.SendTo(bound, "127.1.0.1:80", 1), 0, "sendto p again")
+	in.want(2, 1, "after a datagram to p")
+	var old slot
+	slots, err := readSlots(in.k.coll.Maps)
+	if err != nil {
+		in.Fatal(err)
+	}
+	for _, s := range slots {
+		if !s.released() && s.Part != 0 && time.Duration(s.Tally-s.BornNs) < time.Millisecond && in.remote(s) == "p" {
+			old = s
+		}
+	}
+	old.Tally--
+	if done, err := in.k.retire(&old); err != nil || done {
+		in.Errorf("a slot that was used since it was looked at was retired: %v (%v)", done, err)
+	}
+	in.want(2, 1, "after that")
+
+	// Bound and disconnected, it is in the kernel's tables, and idle.
+	wantErrno(in, client.Disconnect(connected), 0, "AF_UNSPEC")
+	kerneltest.Poll(in, "the disconnected socket's slot is given back", func() error {
+		in.reconcile()
+		if n := in.count(provider("p")).InUse; n != 0 {
+			return fmt.Errorf("%d in use at p", n)
+		}
+		return nil
+	})
+	client.Close(bound, connected)
+}
+
+// remote is the provider that a slot is of.
+func (in *instance) remote(s slot) string {
+	for k, i := range in.k.traffic.at {
+		if i == s.Traffic {
+			return k.provider
+		}
+	}
+	return ""
+}
+
+// A socket holds slots of 15 providers at once. What it sends to one more is as a
+// connection that there is no room for, until one of them has ended.
+func testUDPProviders(in *instance) {
+	const most = 15
+	text := "providers:\n"
+	for i := range most + 2 {
+		text += fmt.Sprintf("  p%d: {cidrs: [127.1.%d.0/24], protocol: udp, limits: {connections: 5}}\n", i, i)
+	}
+	_, cg := in.enforce(text + "features:\n  f: {class: batch}\n")
+	client := in.start(cg)
+	fd := client.Socket(kerneltest.UDP4)
+	send := func(i int) {
+		in.Helper()
+		wantErrno(in, client.SendTo(fd, fmt.Sprintf("127.1.%d.1:80", i), 1), 0, fmt.Sprint("sendto ", i))
+	}
+	for i := range most + 2 {
+		send(i)
+	}
+	full := func() uint64 { return in.snapshot().Totals.SlotsFull }
+	if n, c := full(), in.count(feature("f")); n != 2 || c.InUse != most {
+		in.Fatalf("%d found no room, %d in use, want 2 and %d", n, c.InUse, most)
+	}
+	slots, err := readSlots(in.k.coll.Maps)
+	if err != nil {
+		in.Fatal(err)
+	}
+	for i := range slots {
+		if in.remote(slots[i]) == "p3" {
+			if done, err := in.k.retire(&slots[i]); err != nil || !done {
+				in.Fatalf("retire: %v (%v)", done, err)
+			}
+		}
+	}
+	send(most)
+	send(most + 1) // no room again
+	send(3)
+	if n := full(); n != 4 {
+		in.Errorf("%d found no room, want 4", n)
+	}
+	if c := in.count(provider(fmt.Sprint("p", most))); c.InUse != 1 {
+		in.Errorf("%+v, want the place that p3 has left", c)
+	}
+	client.Close(fd)
+	in.empty("after the close")
+	if err := in.k.coll.Maps[kernelMapTotals].Update(uint32(kernelTotalTOTAL_SLOTS_FULL), uint64(0), ebpf.UpdateExist); err != nil {
+		in.Fatal(err)
+	}
+}
+
+// A socket that closed while nothing of ours was attached leaves nothing behind.
+func testUDPUnseen(in *instance) {
+	client := udp(in)
+	fd := client.Socket(kerneltest.UDP4)
+	wantErrno(in, client.SendTo(fd, "127.1.0.1:80", 1), 0, "sendto")
+	slots, err := readSlots(in.k.coll.Maps)
+	if err != nil || len(slots) != 1 {
+		in.Fatalf("%d slots (%v), want 1", len(slots), err)
+	}
+	release := in.k.links["link_sock_release"]
+	nothing, err := ebpf.NewProgram(&ebpf.ProgramSpec{Type: ebpf.CGroupSock, AttachType: ebpf.AttachCgroupInetSockRelease, License: "GPL",
+		Instructions: asm.Instructions{asm.Mov.Imm(asm.R0, 1), asm.Return()}})
+	if err != nil {
+		in.Fatal(err)
+	}
+	defer nothing.Close()
+	if err := release.Update(nothing); err != nil {
+		in.Fatal(err)
+	}
+	client.Close(fd)
+	if err := release.Update(in.k.coll.Programs[kernelProgBhSockRelease]); err != nil {
+		in.Fatal(err)
+	}
+	in.want(1, 0, "after a close that nobody saw")
+	for range 6 { // two until it is missing, one to bury it, two for what is noted of the socket
+		in.reconcile()
+	}
+	in.empty("after Reconciles")
+	left, err := in.k.udpSockets()
+	if err != nil || len(left) != 0 {
+		in.Errorf("left of UDP sockets: %v (%v)", left, err)
+	}
+	for i := range in.k.coll.Maps[kernelMapCookies].MaxEntries() {
+		var n uint32
+		if err := in.k.coll.Maps[kernelMapCookies].Lookup(i, &n); err != nil || n != 0 {
+			in.Fatalf("filter: %d at %d (%v)", n, i, err)
+		}
+	}
+}
+
+// Datagrams of one socket are counted where they go.
+func testUDPBytesApart(in *instance) {
+	client := udp(in)
+	fd := client.Socket(kerneltest.UDP4)
+	before := map[string]uint64{"p": in.traffic("f", "", "p").TxBytes, "q": in.traffic("f", "", "q").TxBytes}
+	for range 10 {
+		for _, addr := range []string{"127.1.0.1:80", "127.2.0.1:80", "127.1.0.2:81", "127.9.0.1:80"} {
+			wantErrno(in, client.SendTo(fd, addr, 100), 0, "sendto "+addr)
+		}
+	}
+	for name, want := range map[string]uint64{"p": 20 * 128, "q": 10 * 128} {
+		if n := in.traffic("f", "", name).TxBytes - before[name]; n != want {
+			in.Errorf("%d bytes to %s, want %d", n, name, want)
+		}
+	}
+	// The answers that come are of those that they come from.
+	wantErrno(in, client.Connect(fd, "127.1.0.1:80"), 0, "connect to p")
+	wantErrno(in, client.SendTo(fd, "127.2.0.1:80", 100), 0, "sendto q of a socket connected to p")
+	wantErrno(in, client.SendTo(fd, "", 100), 0, "send")
+	for name, want := range map[string]uint64{"p": 21 * 128, "q": 11 * 128} {
+		if n := in.traffic("f", "", name).TxBytes - before[name]; n != want {
+			in.Errorf("%d bytes to %s, want %d", n, name, want)
+		}
+	}
+	client.Close(fd)
 }
 
 func testUDPBytes(in *instance) {

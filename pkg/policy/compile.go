@@ -44,7 +44,10 @@ func tooMany(what string, n, most int) error {
 }
 
 func (f *File) plan() (*Plan, error) {
-	p := &Plan{Mode: f.mode, Tenants: []string{}}
+	p := &Plan{Mode: f.mode.value, Exhausted: f.exhausted.value, Tenants: []string{}}
+	if p.Exhausted == "" {
+		p.Exhausted = ExhaustedAllow
+	}
 	p.Protect = builtInProtect()
 	for _, s := range f.protect {
 		p.Protect = append(p.Protect, s.value)
@@ -61,6 +64,9 @@ func (f *File) plan() (*Plan, error) {
 		}
 		if len(d.hosts) > 0 {
 			one.Place = d.hostsAt.public()
+		}
+		if one.UDP {
+			one.Idle = cmp.Or(d.idle, DefaultIdle)
 		}
 		p.Providers = append(p.Providers, one)
 	}

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 )
 
 // The example of the contract, host names included, is right, and says what it
@@ -237,6 +238,48 @@ func TestCPUAndMemory(t *testing.T) {
 	}
 }
 
+// What happens without a slot, and when an idle one ends: as the policy says, and
+// as the reference says where it does not.
+func TestExhaustedAndIdle(t *testing.T) {
+	const providers = "providers:\n  t: {cidrs: [10.0.0.0/8]}\n  u: {cidrs: [10.0.0.0/8], protocol: udp}\n  b: {cidrs: [11.0.0.0/8], protocol: [tcp, udp]%s}\nfeatures: {}\n"
+	hashes := map[string]string{}
+	for _, tc := range []struct {
+		exhausted, idle string
+		want            Exhausted
+		wantIdle        time.Duration
+	}{
+		{"", "", ExhaustedAllow, 2 * time.Minute},
+		{"exhausted: allow\n", ", idle: 120s", ExhaustedAllow, 2 * time.Minute}, // what is meant anyway, so the same plan
+		{"exhausted: refuse\n", "", ExhaustedRefuse, 2 * time.Minute},
+		{"", ", idle: 1s", ExhaustedAllow, time.Second},
+		{"exhausted: refuse\n", ", idle: 24h", ExhaustedRefuse, 24 * time.Hour},
+	} {
+		plan, _ := compileText(t, head+tc.exhausted+fmt.Sprintf(providers, tc.idle))
+		if plan.Exhausted != tc.want {
+			t.Errorf("%q: exhausted is %s, want %s", tc.exhausted, plan.Exhausted, tc.want)
+		}
+		var idle []time.Duration
+		for _, p := range plan.Providers {
+			idle = append(idle, p.Idle)
+		}
+		if want := []time.Duration{0, 0, DefaultIdle, tc.wantIdle}; !slices.Equal(idle, want) {
+			t.Errorf("%q: idle %v, want %v", tc.idle, idle, want)
+		}
+		what := fmt.Sprint(plan.Exhausted, idle)
+		if first, ok := hashes[what]; ok && first != plan.Hash {
+			t.Errorf("%s has two hashes", what)
+		}
+		hashes[what] = plan.Hash
+	}
+	seen := map[string]bool{}
+	for _, h := range hashes {
+		seen[h] = true
+	}
+	if len(hashes) != 4 || len(seen) != 4 {
+		t.Errorf("%d different plans have %d hashes", len(hashes), len(seen))
+	}
+}
+
 // The same policy is the same plan, byte for byte, however it is laid out.
 func TestDeterministic(t *testing.T) {
 	first, _, err := Check("testdata/contract.yaml")
@@ -284,6 +327,7 @@ func TestJSONRoundTrip(t *testing.T) {
 	}
 	for _, text := range []string{
 		"providers: {}\nfeatures: {}\n",
+		"exhausted: refuse\nproviders: {p: {hosts: [a.test], protocol: udp, idle: 24h}, q: {cidrs: [10.0.0.0/8], protocol: udp, idle: 1s}}\nfeatures: {}\n",
 		"providers: {other: {limits: {connections: 0}}, p: {cidrs: [\"::/0\"], wide: true, protocol: [tcp, udp], ports: [53, 443]}}\n" +
 			"tenants: {t: {}}\nfeatures: {f: {match: [{container: {name: \"<&>*\"}, tenant: t}, {cmdline: \"\\u2028\"}], cpu: none}}\n",
 	} {
@@ -301,6 +345,16 @@ func TestJSONRoundTrip(t *testing.T) {
 	}
 	if err := json.Unmarshal([]byte(`{"scope": "node"}`), &Key{}); err == nil {
 		t.Error("scope node was read")
+	}
+	for _, bad := range []string{"-1", "1.5", `"2m"`, "86401", "4294967296"} {
+		if err := json.Unmarshal([]byte(`{"name": "p", "udp": true, "idle_sec": `+bad+`}`), &Provider{}); err == nil {
+			t.Errorf("idle_sec %s was read", bad)
+		}
+	}
+	for _, bad := range []time.Duration{-time.Second, time.Millisecond, 24*time.Hour + time.Second} {
+		if text, err := json.Marshal(Provider{Name: "p", UDP: true, Idle: bad}); err == nil {
+			t.Errorf("idle %s was written as %s", bad, text)
+		}
 	}
 	if err := json.Unmarshal([]byte(`{"proto": "sctp"}`), &PortRange{}); err == nil {
 		t.Error("proto sctp was read")
@@ -356,6 +410,14 @@ func TestJSONWords(t *testing.T) {
 		`{"scope":"feature_tenant","limit":0,"errno":0},{"scope":"feature","limit":0,"errno":0},{"scope":"tenant","limit":0,"errno":0},{"scope":"provider","limit":0,"errno":0}]`
 	if string(text) != want {
 		t.Errorf("got  %s\nwant %s", text, want)
+	}
+	text, err = json.Marshal([]Provider{{Name: "other"}, {Name: "p", Hosts: []string{"a.test"}, Place: Place{"f", 1, 2}, UDP: true, Idle: 90 * time.Second}})
+	if want := `[{"name":"other"},{"name":"p","hosts":["a.test"],"udp":true,"idle_sec":90}]`; err != nil || string(text) != want {
+		t.Errorf("got  %s %v\nwant %s", text, err, want)
+	}
+	text, err = json.Marshal(&Plan{Mode: Observe, Exhausted: ExhaustedRefuse})
+	if want := `{"hash":"","mode":"observe","exhausted":"refuse",`; err != nil || !strings.HasPrefix(string(text), want) {
+		t.Errorf("got  %s %v\nwant %s...", text, err, want)
 	}
 	if text, _ := json.Marshal(PortRange{UDP, 53, 53, 1}); string(text) != `{"proto":"udp","first":53,"last":53,"provider":1}` {
 		t.Errorf("port range %s", text)

@@ -226,7 +226,7 @@ func TestLookupIsTheNaiveScan(t *testing.T) {
 			p.ports = portsOf(protos, ranges)
 			providers = append(providers, p)
 		}
-		plan, _, err := Compile(&File{mode: Enforce, providers: providers})
+		plan, _, err := Compile(&File{mode: placed[Mode]{value: Enforce}, providers: providers})
 		if err != nil {
 			t.Fatal(err)
 		}

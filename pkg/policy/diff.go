@@ -22,12 +22,13 @@ const (
 // Change is one difference between two plans, in words for people and tools.
 type Change struct {
 	Kind ChangeKind `json:"kind"`
-	// What is the sort of thing: mode, protect, provider, hosts, destination,
-	// tenant, feature, order (of the features), owner, class, match, cpu, memory
-	// or limit.
+	// What is the sort of thing: mode, exhausted, protect, provider, hosts, idle,
+	// destination, tenant, feature, order (of the features), owner, class, match,
+	// cpu, memory or limit.
 	What string `json:"what"`
 	// Name is which one: a name, a prefix, or for a limit its scope and names,
-	// "feature_provider chat/deepseek". It is empty for mode and order.
+	// "feature_provider chat/deepseek". It is empty for mode,
+	// exhausted and order.
 	Name string `json:"name,omitempty"`
 	// Old and New are its values, "" where there is none. A limit is a number or
 	// "unlimited", and has its errno behind it unless that is the default.
@@ -52,7 +53,7 @@ func (c Change) String() string {
 
 // whats is the order of changes.
 func whats() []string {
-	return []string{"mode", "protect", "provider", "hosts", "destination", "tenant", "feature", "order",
+	return []string{"mode", "exhausted", "protect", "provider", "hosts", "idle", "destination", "tenant", "feature", "order",
 		"owner", "class", "match", "cpu", "memory", "limit"}
 }
 
@@ -131,6 +132,10 @@ func facts(p *Plan, what string) map[fact]string {
 		if p.Mode != "" {
 			say("", string(p.Mode))
 		}
+	case "exhausted":
+		if p.Mode != "" { // a plan of an earlier release says nothing else
+			say("", string(cmp.Or(p.Exhausted, ExhaustedAllow)))
+		}
 	case "protect":
 		for _, s := range p.Protect {
 			say(s, "")
@@ -143,6 +148,12 @@ func facts(p *Plan, what string) map[fact]string {
 		for _, d := range p.Providers {
 			if len(d.Hosts) > 0 {
 				say(d.Name, strings.Join(d.Hosts, " "))
+			}
+		}
+	case "idle":
+		for _, d := range p.Providers {
+			if d.Idle > 0 {
+				say(d.Name, timeText(d.Idle))
 			}
 		}
 	case "destination":

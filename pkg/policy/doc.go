@@ -17,7 +17,7 @@
 // tree.go gets a tree of nodes from the bytes, and a place (FILE:LINE:COL) for
 // every fault of syntax. node.go reads single nodes: a mapping with known keys,
 // a list, a text, a plain number. values.go knows the small notations: prefixes,
-// ports, host names, sizes, shares, globs. parse.go walks the tree with these and
+// ports, host names, sizes, times, shares, globs. parse.go walks the tree with these and
 // fills a File; refer.go looks at what only the whole policy shows, such as names
 // that nothing declares. Nothing stops at the first fault: everything wrong is in
 // one Errors, sorted by place. What is legal and unwise are Warnings (warn.go).

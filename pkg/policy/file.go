@@ -1,12 +1,16 @@
 package policy
 
-import "net/netip"
+import (
+	"net/netip"
+	"time"
+)
 
 // File is a policy as it was written, in one file or several: read, found to be
 // right, and not yet compiled. It is made by Load and Parse only.
 type File struct {
 	start     place // of the first file
-	mode      Mode
+	mode      placed[Mode]
+	exhausted placed[Exhausted] // empty if nothing is said
 	protect   []placed[string]
 	providers []*provider // file order; other is not among them
 	other     *provider   // nil if it is not named
@@ -35,7 +39,9 @@ type provider struct {
 	hosts          []string
 	hostsAt        place // of the list
 	prefixes       []placed[netip.Prefix]
-	ports          []PortRange // sorted, disjoint, for every protocol; Provider is not set
+	ports          []PortRange   // sorted, disjoint, for every protocol; Provider is not set
+	idle           time.Duration // 0 if nothing is said
+	idleAt         place
 	limits         *block
 }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"os"
 	"testing"
+	"time"
 )
 
 // Whatever a file holds: no panic; an error is Errors, each with a place in the
@@ -18,6 +19,8 @@ func FuzzParse(f *testing.F) {
 		f.Add(text)
 	}
 	for _, text := range []string{"", "---\n---\n", "a: &a [*a]", "{", "? {a: b}\n: c", "\xff", "- [", "!!map {}", "a: \"\\x\"", "%YAML 1.1\n---\n",
+		head + "exhausted: refuse\nproviders: {p: {cidrs: [10.0.0.0/8], protocol: udp, idle: 1h30m}, q: {cidrs: [10.0.0.0/8], idle: -1500ms}}\nfeatures: {}\n",
+		head + "exhausted: [allow]\nproviders: {p: {cidrs: [10.0.0.0/8], protocol: [udp], idle: 1h30}}\nfeatures: {f: {cpu: {max: 50%, period: 1s0ms}}}\n",
 		head + "providers: {p: {cidrs: [\"::/0\"], wide: true, ports: [1-65535], protocol: [tcp, udp]}}\nfeatures: {f: {match: [{cmdline: \"(\"}]}}\n"} {
 		f.Add([]byte(text))
 	}
@@ -48,6 +51,12 @@ func FuzzParse(f *testing.F) {
 			if len(d.Hosts) > 0 && (d.Place.File != "p" || d.Place.Line < 1 || d.Place.Col < 1) {
 				t.Fatalf("hosts without a place: %#v", d)
 			}
+			if d.UDP != (d.Idle != 0) || d.UDP && (d.Idle < MinIdle || d.Idle > MaxIdle || d.Idle%time.Second != 0) {
+				t.Fatalf("idle: %#v", d)
+			}
+		}
+		if plan.Exhausted != ExhaustedAllow && plan.Exhausted != ExhaustedRefuse {
+			t.Fatalf("exhausted: %q", plan.Exhausted)
 		}
 		wrote, err := json.Marshal(plan)
 		if err != nil {

@@ -43,8 +43,8 @@ func TestDirectory(t *testing.T) {
 	dir := write(t, map[string]string{
 		"10-base.yaml":     "apiVersion: bulkhead/v1\nkind: Policy\nmode: observe\nprotect: [a.service]\nproviders: {b: {cidrs: [10.0.0.0/8]}}\ntenants: {t: {}}\nfeatures: {}\n",
 		"20-more.yml":      "apiVersion: bulkhead/v1\nkind: Policy\nmode: observe\nprotect: [b.service]\nproviders: {a: {cidrs: [10.0.0.0/8]}}\n",
-		"30-teams.yaml":    "apiVersion: bulkhead/v1\nkind: Policy\nfeatures: {z: {class: batch, providers: {a: {connections: 3}}, tenants: {t: {limits: {connections: 2}}}}}\n",
-		"40-teams.yaml":    "apiVersion: bulkhead/v1\nkind: Policy\nfeatures: {default: {limits: {connections: 7}}, y: {class: batch}}\n",
+		"30-teams.yaml":    "apiVersion: bulkhead/v1\nkind: Policy\nexhausted: refuse\nfeatures: {z: {class: batch, providers: {a: {connections: 3}}, tenants: {t: {limits: {connections: 2}}}}}\n",
+		"40-teams.yaml":    "apiVersion: bulkhead/v1\nkind: Policy\nexhausted: refuse\nfeatures: {default: {limits: {connections: 7}}, y: {class: batch}}\n",
 		"note.txt":         "not: [valid",
 		".10-hidden.yaml":  "not: [valid",
 		"..data/x.yaml":    "not: [valid",
@@ -83,14 +83,17 @@ func TestDirectory(t *testing.T) {
 	if plan.Mode != Observe {
 		t.Errorf("mode %s", plan.Mode)
 	}
+	if plan.Exhausted != ExhaustedRefuse {
+		t.Errorf("exhausted %s", plan.Exhausted)
+	}
 }
 
 // What contradicts names both places; all errors of all files come in one run,
 // in the order of the files.
 func TestDirectoryContradictions(t *testing.T) {
 	dir := write(t, map[string]string{
-		"a.yaml": head + "providers:\n  p: {cidrs: [10.0.0.0/8]}\n  other: {limits: {connections: 5}}\ntenants:\n  t: {}\nfeatures:\n  f: {class: batch}\n  default: {}\n",
-		"b.yaml": "apiVersion: bulkhead/v1\nkind: Policy\nmode: observe\nproviders:\n  p: {cidrs: [10.0.0.0/8]}\n  other: {limits: {connections: 5}}\ntenants:\n  t: {}\nfeatures:\n  f: {class: batch}\n  default: {}\n  g: {clas: batch}\n",
+		"a.yaml": head + "providers:\n  p: {cidrs: [10.0.0.0/8]}\n  other: {limits: {connections: 5}}\ntenants:\n  t: {}\nfeatures:\n  f: {class: batch}\n  default: {}\nexhausted: allow\n",
+		"b.yaml": "apiVersion: bulkhead/v1\nkind: Policy\nmode: observe\nproviders:\n  p: {cidrs: [10.0.0.0/8]}\n  other: {limits: {connections: 5}}\ntenants:\n  t: {}\nfeatures:\n  f: {class: batch}\n  default: {}\n  g: {clas: batch}\nexhausted: refuse\n",
 		"c.yaml": "kind: Policies\nfeatures:\n  h: {providers: {q: {connections: 1}}}\n",
 	})
 	wantLines(t, loadErrors(t, dir, dir), []string{
@@ -101,6 +104,7 @@ func TestDirectoryContradictions(t *testing.T) {
 		"b.yaml:10:3: features.f is already at a.yaml:10:3",
 		"b.yaml:11:3: features.default is already at a.yaml:11:3",
 		`b.yaml:12:7: features.g: unknown key "clas"; did you mean "class"?`,
+		"b.yaml:13:12: exhausted: is refuse here and allow at a.yaml:12:12",
 		"c.yaml:1:1: apiVersion is missing; write apiVersion: bulkhead/v1",
 		`c.yaml:1:7: kind: "Policies" is not Policy; did you mean "Policy"?`,
 		`c.yaml:3:19: features.h.providers: there is no provider "q"; there are: other, p`,

@@ -6,6 +6,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"time"
 
 	"go.yaml.in/yaml/v3"
 )
@@ -34,7 +35,6 @@ type parser struct {
 	// There is a providers, tenants, features or mode; with an error in it what
 	// it names may be incomplete.
 	has, unsure map[string]bool
-	modeAt      place
 	// Where "providers.NAME" and the like were first named, over all files.
 	named map[string]place
 	// The limit blocks of the providers that have one, by name.
@@ -75,7 +75,7 @@ func parse(sources []source) (*File, error) {
 func (p *parser) policy(r *reader, root *yaml.Node) {
 	seen := map[string]bool{}
 	ok := r.mapping(root, "", "a mapping with apiVersion, kind, mode, providers and features",
-		[]string{"apiVersion", "kind", "mode", "protect", "providers", "tenants", "features"},
+		[]string{"apiVersion", "kind", "mode", "exhausted", "protect", "providers", "tenants", "features"},
 		func(key string, k, v *yaml.Node) {
 			seen[key], p.has[key] = true, true
 			switch key {
@@ -84,7 +84,9 @@ func (p *parser) policy(r *reader, root *yaml.Node) {
 			case "kind":
 				r.choice(v, key, []string{kind})
 			case "mode":
-				p.mode(r, v)
+				agreed(r, v, key, &p.file.mode, Enforce, Observe)
+			case "exhausted":
+				agreed(r, v, key, &p.file.exhausted, ExhaustedAllow, ExhaustedRefuse)
 			case "protect":
 				r.list(v, key, "a list of units and cgroup paths", func(path string, v *yaml.Node) { p.protect(r, path, v) })
 			case "providers":
@@ -107,14 +109,20 @@ func (p *parser) policy(r *reader, root *yaml.Node) {
 	}
 }
 
-func (p *parser) mode(r *reader, v *yaml.Node) {
-	s, ok := r.choice(v, "mode", []string{string(Enforce), string(Observe)})
+// agreed reads a word that every file of a directory may say, and all that do say
+// the same.
+func agreed[T ~string](r *reader, v *yaml.Node, key string, is *placed[T], words ...T) {
+	var choices []string
+	for _, w := range words {
+		choices = append(choices, string(w))
+	}
+	s, ok := r.choice(v, key, choices)
 	switch {
 	case !ok:
-	case p.file.mode != "" && p.file.mode != Mode(s):
-		r.fail(v, "mode", "is %s here and %s at %s", s, p.file.mode, p.modeAt)
-	case p.file.mode == "":
-		p.file.mode, p.modeAt = Mode(s), r.of(v)
+	case is.value == "":
+		*is = placed[T]{T(s), r.of(v)}
+	case is.value != T(s):
+		r.fail(v, key, "is %s here and %s at %s", s, is.value, is.at)
 	}
 }
 
@@ -163,7 +171,7 @@ func (p *parser) provider(r *reader, name, path string, k, v *yaml.Node) {
 	if name == OtherProvider {
 		p.file.other = d
 		r.mapping(v, path, "a mapping with limits",
-			[]string{"hosts", "cidrs", "ports", "protocol", "wide", "limits"}, func(key string, k, v *yaml.Node) {
+			providerKeys(), func(key string, k, v *yaml.Node) {
 				if key == "limits" {
 					d.limits = r.limits(v, join(path, key), false)
 					return
@@ -177,10 +185,11 @@ func (p *parser) provider(r *reader, name, path string, k, v *yaml.Node) {
 	before := len(*r.errs)
 	var protos []Proto
 	var ports []PortRange
-	var wide, named bool
+	var wide, named, unsure bool // unsure: there is an error in protocol
+	var idle *yaml.Node
 	var tooWides []finding
 	ok := r.mapping(v, path, "a mapping with hosts or cidrs, and ports, protocol, limits",
-		[]string{"hosts", "cidrs", "ports", "protocol", "wide", "limits"}, func(key string, k, v *yaml.Node) {
+		providerKeys(), func(key string, k, v *yaml.Node) {
 			path := join(path, key)
 			switch key {
 			case "hosts":
@@ -211,7 +220,12 @@ func (p *parser) provider(r *reader, name, path string, k, v *yaml.Node) {
 					}
 				})
 			case "protocol":
+				before := len(*r.errs)
 				protos = r.protocols(v, path)
+				unsure = len(*r.errs) > before
+			case "idle":
+				idle, d.idleAt = v, r.of(v)
+				d.idle = r.time(v, path, wantIdle, MinIdle, MaxIdle)
 			case "wide":
 				wide, _ = r.boolean(v, path)
 			case "limits":
@@ -220,6 +234,10 @@ func (p *parser) provider(r *reader, name, path string, k, v *yaml.Node) {
 		})
 	if ok && !named && len(*r.errs) == before { // not if it is only misspelt
 		r.errs.add(r.of(k), "%s: needs hosts or cidrs: it would match nothing", path)
+	}
+	if idle != nil && !unsure && !slices.Contains(protos, UDP) {
+		r.fail(idle, path, "idle without udp: it ends the slots of UDP sockets, and a TCP connection's slot ends with the connection; "+
+			"write protocol: udp or [tcp, udp], or leave idle out")
 	}
 	if !wide {
 		*r.errs = append(*r.errs, tooWides...)
@@ -231,6 +249,10 @@ func (p *parser) provider(r *reader, name, path string, k, v *yaml.Node) {
 		ports = []PortRange{{First: 0, Last: 65535}}
 	}
 	d.ports = portsOf(protos, ports)
+}
+
+func providerKeys() []string {
+	return []string{"hosts", "cidrs", "ports", "protocol", "idle", "wide", "limits"}
 }
 
 // filled is a list that must have an item: an empty one could be read as none
@@ -475,7 +497,7 @@ func (r *reader) cpu(f *feature, v *yaml.Node, path string) {
 			pct = r.united(v, path, wantCPUPercent, parseCPUPercent)
 		case "period":
 			periodAt = v
-			periodUsec = r.united(v, path, wantPeriod, parsePeriod)
+			periodUsec = uint64(r.time(v, path, wantPeriod, minPeriod, maxPeriod) / time.Microsecond)
 		case "per":
 			f.cpuPerCgroup = r.per(v, path)
 		}
@@ -513,6 +535,19 @@ func (r *reader) united(v *yaml.Node, path, want string, parse func(string) (uin
 	}
 	value, _ := checked(r, v, path, want, parse)
 	return value
+}
+
+// time reads a time. YAML takes one without unit for a number.
+func (r *reader) time(v *yaml.Node, path, want string, least, most time.Duration) time.Duration {
+	if v.Kind != yaml.ScalarNode || r.refused[v] || v.ShortTag() == "!!null" {
+		r.wrong(v, path, want)
+		return 0
+	}
+	d, err := parseTime(v.Value, want, least, most)
+	if err != nil {
+		r.fail(v, path, "%v", err)
+	}
+	return d
 }
 
 // per reads what a limit applies to. Each cgroup is all there is.

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 )
 
 // head is lines 1 to 3 of most policies here.
@@ -130,7 +131,7 @@ func TestErrors(t *testing.T) {
 		}},
 		{"keys that are none", head + "? [a]\n: 1\n5: 1\n" + none, []string{
 			"p.yaml:4:3: a key is a text; this is a list",
-			`p.yaml:6:1: unknown key "5"; there are: apiVersion, kind, mode, protect, providers, tenants, features`,
+			`p.yaml:6:1: unknown key "5"; there are: apiVersion, kind, mode, exhausted, protect, providers, tenants, features`,
 		}},
 
 		// Keys and names.
@@ -239,10 +240,36 @@ func TestErrors(t *testing.T) {
 			"p.yaml:10:57: providers.f.wide: needs true or false; this is a text",
 			`p.yaml:11:7: providers.g: unknown key "cidr"; did you mean "cidrs"?`,
 		}},
+		{"exhausted", head + none + "exhausted: refused\n", []string{
+			`p.yaml:6:12: exhausted: "refused" is not allow or refuse; did you mean "refuse"?`,
+		}},
+		{"exhausted, empty", head + none + "exhausted:\n", []string{"p.yaml:6:11: exhausted: is empty; write allow or refuse"}},
+		{"exhausted, a yes", head + none + "exhausted: true\n", []string{
+			"p.yaml:6:12: exhausted: needs allow or refuse; true is a yes or no (quote it if it is meant as text)",
+		}},
+		{"exhausted, elsewhere", head + "providers: {p: {cidrs: [10.0.0.0/8], exhausted: refuse}}\nfeatures: {}\n", []string{
+			`p.yaml:4:38: providers.p: unknown key "exhausted"; there are: hosts, cidrs, ports, protocol, idle, wide, limits`,
+		}},
+		{"idle without udp", head + "providers:\n" +
+			"  a: {cidrs: [10.0.0.0/8], idle: 2m}\n" +
+			"  b: {cidrs: [10.0.0.0/8], idle: 600, protocol: tcp}\n" +
+			"  c: {cidrs: [10.0.0.0/8], idle: 2m, protocol: [tcp]}\n" +
+			"  d: {cidrs: [10.0.0.0/8], idle: 2m, protocol: upd}\n" + // one error is enough
+			"  other: {idle: 2m}\nfeatures: {}\n", []string{
+			"p.yaml:5:34: providers.a: idle without udp: it ends the slots of UDP sockets, and a TCP connection's slot ends with the connection; write protocol: udp or [tcp, udp], or leave idle out",
+			`p.yaml:6:34: providers.b.idle: "600" is missing its unit; write a time from 1s to 24h in whole seconds, such as 30s, 2m or 1h30m`,
+			"p.yaml:6:34: providers.b: idle without udp: it ends the slots of UDP sockets, and a TCP connection's slot ends with the connection; write protocol: udp or [tcp, udp], or leave idle out",
+			"p.yaml:7:34: providers.c: idle without udp: it ends the slots of UDP sockets, and a TCP connection's slot ends with the connection; write protocol: udp or [tcp, udp], or leave idle out",
+			`p.yaml:8:48: providers.d.protocol: "upd" is not tcp or udp; did you mean "udp"?`,
+			"p.yaml:9:11: providers.other: other cannot have idle: it is every destination that no provider has; it may only have limits",
+		}},
+		{"idle twice", head + "providers: {a: {cidrs: [10.0.0.0/8], protocol: udp, idle: 2m, idle: 3m}}\nfeatures: {}\n", []string{
+			`p.yaml:4:63: providers.a: duplicate key "idle": it is already at p.yaml:4:53`,
+		}},
 		{"other", head + "providers:\n  other: {cidrs: [10.0.0.0/8], limits: {}, x: 1}\nfeatures: {}\n", []string{
 			"p.yaml:5:11: providers.other: other cannot have cidrs: it is every destination that no provider has; it may only have limits",
 			"p.yaml:5:40: providers.other.limits: connections is missing; an absent limit is no block at all, or connections: unlimited",
-			`p.yaml:5:44: providers.other: unknown key "x"; there are: hosts, cidrs, ports, protocol, wide, limits`,
+			`p.yaml:5:44: providers.other: unknown key "x"; there are: hosts, cidrs, ports, protocol, idle, wide, limits`,
 		}},
 
 		// Limits.
@@ -323,14 +350,14 @@ func TestErrors(t *testing.T) {
 			"p.yaml:13:44: features.h.cpu: max of 5% in this period is 500 us; the kernel's smallest quota is 1000 us, so write a longer period",
 			`p.yaml:14:44: features.i.cpu.period: "100" is missing its unit; write a time from 1ms to 1s, such as 100ms`,
 			`p.yaml:15:44: features.j.cpu.period: "2s" is out of range; write a time from 1ms to 1s, such as 100ms`,
-			`p.yaml:16:44: features.k.cpu.period: "-5s" is not a time from 1ms to 1s, such as 100ms`,
+			`p.yaml:16:44: features.k.cpu.period: "-5s" is out of range; write a time from 1ms to 1s, such as 100ms`,
 			`p.yaml:17:26: features.l.cpu: "nono" is not none, or a mapping with weight, idle, max, period`,
 			`p.yaml:18:32: features.m.cpu.per: "host" is not cgroup, which is all there is: a limit applies to each cgroup of a compartment`,
 			"p.yaml:19:26: features.n.cpu: needs none, or a mapping with weight, idle, max, period; 5 is a number (quote it if it is meant as text)",
 			`p.yaml:20:32: features.o.cpu.max: "900000%" is out of range; write a share of one CPU from 1% to 819200% (150% is one and a half CPUs), or max`,
 			"p.yaml:21:35: features.p.cpu.weight: 10001 is out of range; write a plain number from 1 to 10000",
 			`p.yaml:22:44: features.q.cpu.period: "600" is missing its unit; write a time from 1ms to 1s, such as 100ms`,
-			`p.yaml:23:44: features.r.cpu.period: "1h30" is not a time from 1ms to 1s, such as 100ms`,
+			`p.yaml:23:44: features.r.cpu.period: "1h30" is missing its unit; write a time from 1ms to 1s, such as 100ms`,
 			`p.yaml:24:44: features.s.cpu.period: "0ms" is out of range; write a time from 1ms to 1s, such as 100ms`,
 		}},
 		{"memory", head + "providers: {}\nfeatures:\n" +
@@ -450,6 +477,61 @@ func TestNumbersArePlain(t *testing.T) {
 	} {
 		got := parseErrors(t, head+"providers: {}\nfeatures: {f: {limits: {connections: "+value+"}}}\n")
 		wantLines(t, got, []string{"p.yaml:5:38: features.f.limits.connections: " + want})
+	}
+}
+
+// A time has units, and what has none is an error, not a guess: in both places
+// where one may stand.
+func TestTimesHaveUnits(t *testing.T) {
+	const (
+		idle   = "providers: {a: {cidrs: [10.0.0.0/8], protocol: [tcp, udp], idle: %s}}\nfeatures: {}\n"
+		period = "providers: {}\nfeatures: {f: {class: batch, cpu: {max: 900%%, period: %s}}}\n"
+
+		isNot      = "is not a time from 1s to 24h in whole seconds, such as 30s, 2m or 1h30m"
+		outOfRange = "is out of range; write a time from 1s to 24h in whole seconds, such as 30s, 2m or 1h30m"
+		missing    = "is missing its unit; write a time from 1s to 24h in whole seconds, such as 30s, 2m or 1h30m"
+	)
+	for value, want := range map[string]string{
+		"600": missing, `"600"`: missing, "1h30": missing, "-600": missing, "+5": missing, "010": missing, "0x10": missing, "1_000": missing,
+		"1e3": missing, "10.5": missing, "5": missing, "2m30": missing, `"1 5"`: missing, "00": missing, "190:20:30": missing,
+		"0": outOfRange, `"0"`: outOfRange, "0s": outOfRange, "0h": outOfRange, "-5s": outOfRange, "-0s": outOfRange, "-1h30m": outOfRange,
+		"999ms": outOfRange, "24h1s": outOfRange, "86401s": outOfRange, "25h": outOfRange, "999999h": outOfRange,
+		"1d": isNot, "1w": isNot, "2min": isNot, "2M": isNot, "2 m": isNot, "1.5h": isNot, "+5s": isNot, "1m1h": isNot, "1m1m": isNot, "01m": isNot,
+		"1500ms": isNot, "1s1ms": isNot, "5us": isNot, "5ns": isNot, "9999999999h": isNot, "m": isNot, `"-"`: isNot, "''": isNot, "true": isNot, "2h-5m": isNot,
+		"max": isNot, "unlimited": isNot, "none": isNot, "٥s": isNot,
+	} {
+		got := parseErrors(t, head+fmt.Sprintf(idle, value))
+		wantLines(t, got, []string{fmt.Sprintf("p.yaml:4:66: providers.a.idle: %q %s", strings.Trim(value, `"'`), want)})
+	}
+	for value, want := range map[string]string{
+		"":       "p.yaml:4:66: providers.a.idle: is empty; write a time from 1s to 24h in whole seconds, such as 30s, 2m or 1h30m",
+		"~":      "p.yaml:4:66: providers.a.idle: is empty; write a time from 1s to 24h in whole seconds, such as 30s, 2m or 1h30m",
+		"[2m]":   "p.yaml:4:66: providers.a.idle: needs a time from 1s to 24h in whole seconds, such as 30s, 2m or 1h30m; this is a list",
+		"{s: 2}": "p.yaml:4:66: providers.a.idle: needs a time from 1s to 24h in whole seconds, such as 30s, 2m or 1h30m; this is a mapping",
+		"!!s 60": "p.yaml:4:66: tags (!!s) are not part of the language: leave it out",
+	} {
+		wantLines(t, parseErrors(t, head+fmt.Sprintf(idle, value)), []string{want})
+	}
+	for value, want := range map[string]time.Duration{
+		"1s": time.Second, "30s": 30 * time.Second, "2m": 2 * time.Minute, "90s": 90 * time.Second, "1m30s": 90 * time.Second, `"1h30m"`: 90 * time.Minute,
+		"1h0m5s": time.Hour + 5*time.Second, "24h": 24 * time.Hour, "86400s": 24 * time.Hour, "2000ms": 2 * time.Second,
+	} {
+		plan, _ := compileText(t, head+fmt.Sprintf(idle, value))
+		if got := plan.Providers[1].Idle; got != want {
+			t.Errorf("idle %s is %s, want %s", value, got, want)
+		}
+	}
+
+	for _, bad := range []string{"600", `"600"`, "1h30", "0", "0s", "-5s", "1d", "2s", "1001ms", "1m", "500us", "1.5ms", ""} {
+		if got := parseErrors(t, head+fmt.Sprintf(period, bad)); len(got) != 1 || !strings.HasPrefix(got[0], "p.yaml:5:") {
+			t.Errorf("period %s: %v", bad, got)
+		}
+	}
+	for value, want := range map[string]uint64{"1ms": 1_000, "100ms": 100_000, "1s": 1_000_000, "1000ms": 1_000_000} {
+		plan, _ := compileText(t, head+fmt.Sprintf(period, value))
+		if got := plan.Features[1].CPU.PeriodUsec; got != want {
+			t.Errorf("period %s is %d us, want %d", value, got, want)
+		}
 	}
 }
 

@@ -3,6 +3,7 @@ package policy
 import (
 	"net/netip"
 	"strings"
+	"time"
 )
 
 // Reserved names. They may be given limits like any other but never
@@ -22,6 +23,20 @@ type Mode string
 const (
 	Enforce Mode = "enforce"
 	Observe Mode = "observe"
+)
+
+// Exhausted says what happens to a connect whose slot the kernel cannot remember,
+// because the table of connections is full or memory is refused. Only routes that
+// hold a bulkhead have slots.
+type Exhausted string
+
+// The two choices. Allow, the default, lets the connect through, uncounted by the
+// bulkheads on its route, and counts that. Refuse fails it with the errno of the
+// first of Route.Holds, and counts that there under reason "exhausted". With mode
+// observe nothing is refused.
+const (
+	ExhaustedAllow  Exhausted = "allow"
+	ExhaustedRefuse Exhausted = "refuse"
 )
 
 // ParentSlice is the path of the one cgroup of ours in the root that everything is
@@ -95,6 +110,9 @@ type Plan struct {
 	// Comments and layout of the file do not change it.
 	Hash string `json:"hash"`
 	Mode Mode   `json:"mode"`
+	// Exhausted is never empty in what Compile returns. A plan that an earlier
+	// release stored has none, and means ExhaustedAllow.
+	Exhausted Exhausted `json:"exhausted"`
 	// Protect names units (globs, "ssh.service") and cgroups (paths that start
 	// with "/", relative to the cgroup root) that are never refused: the
 	// built-in list and the policy's own, sorted.
@@ -120,6 +138,18 @@ type Plan struct {
 	Destinations []Destination `json:"destinations"`
 }
 
+// DefaultIdle is the Idle of a provider that does not say its own: what Linux
+// gives a UDP stream in its own tables (nf_conntrack_udp_timeout_stream,
+// Documentation/networking/nf_conntrack-sysctl.rst), and what RFC 4787 (REQ-5)
+// asks of a NAT.
+const DefaultIdle = 2 * time.Minute
+
+// MinIdle and MaxIdle are the range of Provider.Idle.
+const (
+	MinIdle = time.Second
+	MaxIdle = 24 * time.Hour
+)
+
 // Provider is a named set of destinations.
 type Provider struct {
 	Name string `json:"name"`
@@ -130,6 +160,11 @@ type Provider struct {
 	Place Place `json:"-"`
 	// UDP is true if any of the provider's destinations is UDP.
 	UDP bool `json:"udp,omitempty"`
+	// Idle is how long a UDP socket keeps its slot after its last datagram to or
+	// from the provider: whole seconds from MinIdle to MaxIdle, and 0 if the
+	// provider has no UDP. A plan that an earlier release stored has 0 for all. In
+	// JSON it is the number of seconds, "idle_sec".
+	Idle time.Duration `json:"-"`
 }
 
 // Feature is a named workload group.

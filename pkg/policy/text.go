@@ -2,9 +2,11 @@ package policy
 
 import (
 	"bytes"
+	"encoding/json"
 	"fmt"
 	"strconv"
 	"strings"
+	"time"
 )
 
 // The contract's words for the scopes, which metrics and status use too.
@@ -75,6 +77,49 @@ func (l *Limit) UnmarshalJSON(text []byte) error {
 	}
 	*l = Limit(n)
 	return nil
+}
+
+// plainProvider is Provider without its methods.
+type plainProvider Provider
+
+// providerJSON is a Provider with its time in a unit that the name says.
+type providerJSON struct {
+	plainProvider
+	IdleSec uint32 `json:"idle_sec,omitempty"`
+}
+
+// MarshalJSON is the fields, with Idle in seconds.
+func (p Provider) MarshalJSON() ([]byte, error) {
+	sec := p.Idle / time.Second
+	if p.Idle < 0 || p.Idle > MaxIdle || p.Idle != sec*time.Second {
+		return nil, fmt.Errorf("idle of provider %s: %s is not a whole number of seconds up to %s", p.Name, p.Idle, timeText(MaxIdle))
+	}
+	return json.Marshal(providerJSON{plainProvider(p), uint32(sec)})
+}
+
+// UnmarshalJSON reads what MarshalJSON writes.
+func (p *Provider) UnmarshalJSON(text []byte) error {
+	var in providerJSON
+	if err := json.Unmarshal(text, &in); err != nil {
+		return err
+	}
+	*p = Provider(in.plainProvider)
+	if p.Idle = time.Duration(in.IdleSec) * time.Second; p.Idle > MaxIdle {
+		return fmt.Errorf("idle of provider %s: %d seconds is more than %s", p.Name, in.IdleSec, timeText(MaxIdle))
+	}
+	return nil
+}
+
+// timeText is a time as a policy writes it, "2m" or "1h30m".
+func timeText(d time.Duration) string {
+	text := d.String() // "2m0s"
+	if d > 0 && d%time.Minute == 0 {
+		text = strings.TrimSuffix(text, "0s")
+	}
+	if d > 0 && d%time.Hour == 0 {
+		text = strings.TrimSuffix(text, "0m")
+	}
+	return text
 }
 
 // String is "tcp" or "udp".

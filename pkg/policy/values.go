@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/bmatcuk/doublestar/v4"
 )
@@ -137,8 +138,8 @@ func parseSize(s string) (uint64, error) {
 // kernel configuration of Linux names.
 const (
 	minQuotaUsec   = 1_000
-	minPeriodMsec  = 1
-	maxPeriodMsec  = 1_000
+	minPeriod      = time.Millisecond
+	maxPeriod      = time.Second
 	cpuPeriodUsec  = 100_000 // the kernel's default
 	maxCPUPercent  = 819_200
 	wantCPUPercent = "a share of one CPU from 1% to 819200% (150% is one and a half CPUs), or max"
@@ -167,24 +168,35 @@ func parsePercent(s string, most uint64, want string) (uint64, error) {
 	return v, nil
 }
 
-const wantPeriod = "a time from 1ms to 1s, such as 100ms"
+// What may stand for the period of cpu.max, and for idle.
+const (
+	wantPeriod = "a time from 1ms to 1s, such as 100ms"
+	wantIdle   = "a time from 1s to 24h in whole seconds, such as 30s, 2m or 1h30m"
+)
 
-var period = regexp.MustCompile(`^(0|[1-9][0-9]{0,8})(ms|s)$`)
+// Whole numbers, each with its unit, the largest unit first. Six digits of each
+// are far beyond every range here and far within a time.Duration.
+var (
+	timeLike = regexp.MustCompile(`^-?(?:(?:0|[1-9][0-9]{0,5})h)?(?:(?:0|[1-9][0-9]{0,5})m)?(?:(?:0|[1-9][0-9]{0,5})s)?(?:(?:0|[1-9][0-9]{0,5})ms)?$`)
+	unitless = regexp.MustCompile(`^[-+]?[0-9](.*[0-9])?$`)
+)
 
-// parsePeriod reads the period of cpu.max, in microseconds.
-func parsePeriod(s string) (uint64, error) {
-	m := period.FindStringSubmatch(s)
-	if m == nil {
-		return 0, fmt.Errorf("%s is not %s", show(s), wantPeriod)
+// parseTime reads "100ms" or "1h30m", from least to most, in whole numbers of
+// least. 0 needs no unit to be out of range.
+func parseTime(s, want string, least, most time.Duration) (time.Duration, error) {
+	like := s == "0" || timeLike.MatchString(s)
+	d, err := time.ParseDuration(s)
+	switch {
+	case !like && unitless.MatchString(s):
+		return 0, fmt.Errorf("%s is missing its unit; write %s", show(s), want)
+	case !like || err != nil:
+		return 0, fmt.Errorf("%s is not %s", show(s), want)
+	case d < least || d > most:
+		return 0, fmt.Errorf("%s is out of range; write %s", show(s), want)
+	case d%least != 0:
+		return 0, fmt.Errorf("%s is not %s", show(s), want)
 	}
-	v, err := strconv.ParseUint(m[1], 10, 64)
-	if m[2] == "s" {
-		v *= 1000
-	}
-	if err != nil || v < minPeriodMsec || v > maxPeriodMsec {
-		return 0, fmt.Errorf("%s is out of range; write %s", show(s), wantPeriod)
-	}
-	return v * 1000, nil
+	return d, nil
 }
 
 // isGlob is true of a pattern that can match more than the text itself.

@@ -5,6 +5,7 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/bmatcuk/doublestar/v4"
 )
@@ -19,6 +20,10 @@ func (f *File) warnings() Warnings {
 			limits[d.value] = d.limits.limit
 		}
 		ws.single(join("providers", d.value), d.limits)
+		if d.idle > 0 && d.idle <= keepAlive {
+			ws.add(d.idleAt, "providers.%s.idle: clients that keep a quiet connection alive send something every %s; "+
+				"with an idle time no longer than that they lose their slot in between, and may be refused in mid-connection", d.value, timeText(keepAlive))
+		}
 	}
 	limits[OtherProvider] = Unlimited
 	if f.other != nil && f.other.limits != nil {
@@ -47,6 +52,10 @@ func (f *File) warnings() Warnings {
 	f.warnHidden(&ws)
 	return ws.warnings()
 }
+
+// keepAlive is how often a QUIC endpoint sends something so that no middlebox
+// forgets it (RFC 9000, 10.1.2).
+const keepAlive = 30 * time.Second
 
 func (ws *findings) single(path string, b *block) {
 	if b != nil && b.limit == 1 {

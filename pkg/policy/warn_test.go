@@ -57,6 +57,11 @@ func TestWarnings(t *testing.T) {
 		}},
 		{"not hidden", head + "providers:\n  p: {cidrs: [10.0.0.0/8, 10.0.0.0/8]}\n  longer: {cidrs: [10.1.0.0/16, 10.0.0.0/9]}\n  shorter: {cidrs: [10.0.0.0/7], wide: true}\n" +
 			"  udp: {cidrs: [10.0.0.0/8], protocol: udp, ports: [53]}\n  other6: {cidrs: [\"a00::/16\"], ports: [54]}\n  beside: {cidrs: [10.0.0.0/8], protocol: udp, ports: [52, 54]}\nfeatures: {}\n", nil},
+		{"a short idle time", head + "providers:\n  p: {cidrs: [10.0.0.0/8], protocol: udp, idle: 30s}\n  q: {cidrs: [11.0.0.0/8], idle: 31s, protocol: [tcp, udp]}\n" +
+			"  r: {cidrs: [12.0.0.0/8], idle: 1s, protocol: [tcp, udp]}\n  s: {cidrs: [13.0.0.0/8], protocol: udp}\nfeatures: {}\n", []string{
+			"p.yaml:5:49: providers.p.idle: clients that keep a quiet connection alive send something every 30s; with an idle time no longer than that they lose their slot in between, and may be refused in mid-connection",
+			"p.yaml:7:34: providers.r.idle: clients that keep a quiet connection alive send something every 30s; with an idle time no longer than that they lose their slot in between, and may be refused in mid-connection",
+		}},
 		{"no class", provider + "features:\n  f: {}\n  default: {}\n", []string{
 			"p.yaml:7:3: features.f: has no class and gets background, the lowest: write one",
 		}},

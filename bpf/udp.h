@@ -1,0 +1,201 @@
+/* SPDX-License-Identifier: (GPL-2.0-only OR BSD-2-Clause) */
+/*
+ * UDP: one slot for each (socket, provider). What one connect() took ends with the next;
+ * what sends took ends with the socket, or, by the agent, after an idle time. A
+ * disconnected socket (AF_UNSPEC) gives no event.
+ *
+ * A send holds the descriptor open and not the socket's lock. So sends race with each other
+ * and with connect(), and none of them with the last close.
+ */
+#ifndef BULKHEAD_UDP_H
+#define BULKHEAD_UDP_H
+
+#include "admit.h"
+
+#define for_parts(i) unrolled for (int i = 0; i < UDP_PROVIDERS; i++)
+
+static __always_inline struct udp_socket *find_udp(__u64 cookie)
+{
+	return entries_of(cookie) & (AT_HOME - 1) ? bpf_map_lookup_elem(&udp_sockets, &cookie) : 0;
+}
+
+/* Whether a socket has a live slot of a part: it is used now. Global for the verifier's sake. */
+__noinline int use_part(__u64 cookie, __u32 part)
+{
+	__u64 seen;
+	struct slot *s = find_guest(cookie, part, &seen);
+
+	if (!s || seen & SLOT_RELEASED)
+		return 0;
+	s->tally = bpf_ktime_get_coarse_ns();
+	return 1;
+}
+
+static __always_inline int is_live(__u64 cookie, __u32 part)
+{
+	__u64 seen;
+	struct slot *s = find_guest(cookie, part, &seen);
+
+	return s && !(seen & SLOT_RELEASED);
+}
+
+/* Remove a socket's slot of a part: 0 if somebody else is at it. live: only if it has ended. */
+__noinline int try_clear_part(__u64 cookie, __u32 part, int live)
+{
+	__u64 seen;
+	struct slot *s = find_guest(cookie, part, &seen);
+
+	if (!s)
+		return 1;
+	if (!live && !(seen & SLOT_RELEASED))
+		return 0;
+	return replace_slot(s, seen, cookie, part);
+}
+
+__noinline int clear_part(__u64 cookie, __u32 part)
+{
+	unrolled for (int i = 0; i < REPLACES; i++)
+		if (try_clear_part(cookie, part, 1))
+			return 1;
+	count(TOTAL_UNCOUNTED);
+	return 0;
+}
+
+/* Remove an entry that has ended, so that the next may be put; a live one stays. */
+__noinline int clear_ended(__u64 cookie, __u32 part)
+{
+	unrolled for (int i = 0; i < REPLACES; i++)
+		if (try_clear_part(cookie, part, 0) || is_live(cookie, part))
+			return 1;
+	return 0;
+}
+
+/* What a connect() of a socket takes, or 0: what its last one took ends. */
+__noinline int reconnect(__u64 cookie, __u32 part)
+{
+	struct udp_socket *u = find_udp(cookie);
+	__u32 was;
+
+	if (!u)
+		return 0;
+	was = u->connected;
+	u->connected = part; /* connects hold the socket's lock */
+	return was && was != part ? clear_part(cookie, was) : 0;
+}
+
+/*
+ * Put a part in the place of one whose slot has ended. Somebody may be about to put a slot
+ * of the old one: it puts and then looks whether it is listed, and here we take its place
+ * and then look whether it is live, so that one of the two notices.
+ */
+__noinline int take_over(__u64 cookie, __u32 part, __u32 old)
+{
+	struct udp_socket *u = find_udp(cookie);
+
+	if (!u || !old || is_live(cookie, old))
+		return 0;
+	for_parts(i) {
+		if (__sync_val_compare_and_swap(&u->parts[i], old, part) != old)
+			continue;
+		if (!is_live(cookie, old)) {
+			try_clear_part(cookie, old, 0);
+			return 1;
+		}
+		__sync_val_compare_and_swap(&u->parts[i], part, old);
+		return 0;
+	}
+	return 0;
+}
+
+/* Note that a socket may have a slot of a part. 0 if there is no room. */
+__noinline int list_part(__u64 cookie, __u32 part)
+{
+	struct udp_socket fresh = {.parts = {part}}, *u = find_udp(cookie);
+
+	if (!u) {
+		long err;
+
+		note_entry(cookie, AS_GUEST);
+		err = bpf_map_update_elem(&udp_sockets, &cookie, &fresh, BPF_NOEXIST);
+		if (!err)
+			return 1;
+		note_entry(cookie, -AS_GUEST);
+		u = find_udp(cookie);
+		if (!u)
+			return 0;
+	}
+	for_parts(i)
+		if (*(volatile __u32 *)&u->parts[i] == part)
+			return 1;
+	for_parts(i) {
+		__u32 was = __sync_val_compare_and_swap(&u->parts[i], 0, part);
+
+		if (!was || was == part)
+			return 1;
+	}
+	for_parts(i)
+		if (take_over(cookie, part, *(volatile __u32 *)&u->parts[i]))
+			return 1;
+	return 0;
+}
+
+/* The last close: everything ends. Global for the verifier's sake. */
+__noinline int release_udp(__u64 cookie)
+{
+	struct udp_socket *u = find_udp(cookie);
+
+	if (!u)
+		return 0;
+	for_parts(i) {
+		__u32 part = *(volatile __u32 *)&u->parts[i];
+
+		if (part)
+			clear_part(cookie, part);
+	}
+	if (!bpf_map_delete_elem(&udp_sockets, &cookie))
+		note_entry(cookie, -AS_GUEST);
+	return 0;
+}
+
+/*
+ * Admit one connection, or a UDP socket's first datagram, to route at of generation idx:
+ * 0, with its slot taken, or the errno to fail with. A TCP socket's earlier slot must be
+ * cleared before.
+ */
+static __always_inline int admit(__u32 idx, __u32 at, const struct ask *q)
+{
+	int blocked = take_route(idx, at);
+	struct route *r = route_at(idx, at);
+	long err;
+
+	if (!r)
+		return 0;
+	if (blocked) {
+		int no = refuse(idx, at, q, blocked);
+
+		if (!(r->flags & ROUTE_OBSERVE))
+			return no;
+		take_route_anyway(idx, at);
+	}
+	if (q->part && (!list_part(q->cookie, q->part) || !clear_ended(q->cookie, q->part)))
+		return no_room(idx, at, r, q);
+	err = put_slot(r, q);
+	if (err && err != -EEXIST)
+		return no_room(idx, at, r, q);
+	if (err) {
+		give_route(idx, at);
+		/* Another thread sent through this UDP socket and its slot counts. */
+		if (!q->part)
+			count(TOTAL_UNCOUNTED);
+		return 0;
+	}
+	/* See take_over. */
+	if (q->part && !list_part(q->cookie, q->part)) {
+		clear_part(q->cookie, q->part);
+		count(TOTAL_SLOTS_FULL);
+	}
+	count_connection(r->traffic);
+	return 0;
+}
+
+#endif

@@ -1,0 +1,285 @@
+package conn
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"bulkhead/internal/sockets"
+	"bulkhead/pkg/policy"
+)
+
+// Adopted is what one Adopt did.
+type Adopted struct {
+	// Slots that connections have now and had not.
+	Slots int
+	// Unplaced are connections to a provider whose cgroup cannot be told, or is outside
+	// of our root.
+	Unplaced int
+	// Errors are namespaces that could not be read; their connections are not adopted.
+	Errors []error
+	// Hidden says what kept network namespaces from being found, if anything did: want of
+	// permission. Whether any has a connection to adopt is not known.
+	Hidden error
+}
+
+// Adopt gives a slot to each TCP connection that has none and that the plan in force
+// would have given one: those from before the attach, and those to what only this plan
+// names. They are there already, so they take their places whatever the limits; a
+// bulkhead that is over its limit then refuses newcomers until it is below. A connection
+// belongs where a process that holds it is now, or, if none is found, where its socket
+// was made.
+//
+// Their close is noticed as any other. The kernel tells nothing else of them, so their
+// bytes are shown while they are open and are in no sum, and their age is counted from
+// now.
+func (k *Kernel) Adopt(ctx context.Context) (Adopted, error) {
+	var out Adopted
+	f := k.known.Load()
+	if f == nil {
+		return out, ErrNoPlan
+	}
+	slots, err := readSlots(k.coll.Maps)
+	if err != nil {
+		return out, err
+	}
+	have := make(map[uint64]bool, len(slots))
+	for _, s := range slots {
+		have[s.Cookie] = true
+	}
+	dumps, hidden := sockets.ReadEvery(ctx, unix.IPPROTO_TCP)
+	out.Hidden = hidden
+	var found []stray
+	for _, d := range dumps {
+		if !d.Complete {
+			out.Errors = append(out.Errors, fmt.Errorf("%s: %w", d.Namespace, d.Err))
+		}
+		// What the dump did see is there.
+		found = append(found, strays(f.plan, d, have)...)
+	}
+	if len(found) == 0 {
+		return out, nil
+	}
+	places, err := k.compartments(f)
+	if err != nil {
+		return out, err
+	}
+	identify(found)
+	for _, s := range found {
+		c, ok := places[s.cgroup]
+		if !ok {
+			out.Unplaced++
+			continue
+		}
+		if c.Protected || f.plan.Route(c.Compartment, s.provider).CountOnly {
+			continue
+		}
+		done, err := k.adopt(f, s, c.Compartment)
+		if err != nil {
+			return out, err
+		}
+		if done {
+			out.Slots++
+		}
+	}
+	return out, k.dropTwins()
+}
+
+// stray is a connection that may have to be adopted.
+type stray struct {
+	sockets.Socket
+	netns    uint64
+	provider uint32
+	cgroup   uint64 // where it belongs
+	pid      uint32
+	comm     string
+}
+
+// strays are the connections of a dump that have no slot and that some compartment's
+// route would give one.
+func strays(plan *policy.Plan, d sockets.Dump, have map[uint64]bool) []stray {
+	slotted := make([]bool, len(plan.Providers))
+	for _, r := range plan.Routes {
+		slotted[r.Provider] = slotted[r.Provider] || !r.CountOnly
+	}
+	listened := map[uint16]bool{}
+	for _, s := range d.Sockets {
+		if s.State == sockets.Listen {
+			listened[s.Local.Port()] = true
+		}
+	}
+	var all []stray
+	for _, s := range d.Sockets {
+		switch s.State {
+		case sockets.Established, sockets.SynSent, sockets.CloseWait:
+		default:
+			continue // no descriptor holds it any more, or it is no connection
+		}
+		if have[s.Cookie] || listened[s.Local.Port()] { // accepted, not made
+			continue
+		}
+		if p := plan.Lookup(s.Remote.Addr(), s.Remote.Port(), policy.TCP); slotted[p] {
+			all = append(all, stray{Socket: s, netns: d.Cookie, provider: p, cgroup: s.Cgroup})
+		}
+	}
+	return all
+}
+
+// identify finds a process that holds each socket, and its cgroup.
+func identify(all []stray) {
+	wanted := make(map[string]int, len(all)) // "socket:[INODE]" -> index
+	for i, s := range all {
+		if s.Inode != 0 {
+			wanted[fmt.Sprintf("socket:[%d]", s.Inode)] = i
+		}
+	}
+	mounts := cgroup2Mounts()
+	processes, _ := os.ReadDir("/proc")
+	for _, p := range processes {
+		pid, err := strconv.ParseUint(p.Name(), 10, 32)
+		if err != nil || len(wanted) == 0 {
+			continue
+		}
+		dir := filepath.Join("/proc", p.Name())
+		fds, _ := os.ReadDir(filepath.Join(dir, "fd")) // it may be gone, or not ours to look at
+		for _, fd := range fds {
+			link, _ := os.Readlink(filepath.Join(dir, "fd", fd.Name()))
+			i, ok := wanted[link]
+			if !ok {
+				continue
+			}
+			delete(wanted, link)
+			all[i].pid, all[i].comm = uint32(pid), command(uint32(pid), nil)
+			if id, err := cgroupOf(dir, mounts); err == nil {
+				all[i].cgroup = id
+			}
+		}
+	}
+}
+
+// cgroupOf is the id of a process's cgroup: from /proc/PID/cgroup (cgroups(7)) and the
+// directory of that path below a mount of cgroup2.
+func cgroupOf(proc string, mounts []string) (uint64, error) {
+	b, err := os.ReadFile(filepath.Join(proc, "cgroup"))
+	if err != nil {
+		return 0, err
+	}
+	for _, line := range strings.Split(string(b), "\n") {
+		path, ok := strings.CutPrefix(line, "0::")
+		if !ok {
+			continue
+		}
+		if strings.HasPrefix(path, "/..") {
+			return 0, fmt.Errorf("cgroup %s is outside of our cgroup namespace", path)
+		}
+		for _, at := range mounts {
+			if id, err := inode(filepath.Join(at, path)); err == nil {
+				return id, nil
+			}
+		}
+	}
+	return 0, errors.New("no cgroup v2 path")
+}
+
+// cgroup2Mounts are the mount points of whole cgroup2 hierarchies.
+func cgroup2Mounts() (all []string) {
+	table, _ := os.ReadFile("/proc/self/mountinfo")
+	for _, line := range strings.Split(string(table), "\n") {
+		// ID PARENT DEV ROOT POINT ... - TYPE ... (proc_pid_mountinfo(5))
+		if w := strings.Fields(line); len(w) > 4 && strings.Contains(line, " - cgroup2 ") && w[3] == "/" {
+			all = append(all, w[4])
+		}
+	}
+	return all
+}
+
+// compartments says of every cgroup below our root which compartment it is in: that of
+// the deepest cgroup at or above it that the plan names.
+func (k *Kernel) compartments(f *inForce) (map[uint64]Member, error) {
+	named := make(map[uint64]Member, len(f.members))
+	for _, m := range f.members {
+		named[m.CgroupID] = m
+	}
+	places := map[uint64]Member{}
+	above := map[string]Member{} // by path
+	err := filepath.WalkDir(k.o.CgroupRoot, func(path string, d fs.DirEntry, err error) error {
+		gone := errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ENODEV)
+		if err != nil && (path == k.o.CgroupRoot || !gone) {
+			return err
+		}
+		if err != nil || !d.IsDir() {
+			return nil
+		}
+		id, err := inode(path)
+		if err != nil {
+			return nil // removed meanwhile
+		}
+		m, ok := named[id]
+		if !ok {
+			m = above[filepath.Dir(path)]
+		}
+		above[path] = m
+		if id == trueRoot {
+			m = Member{Protected: true}
+		}
+		places[id] = m
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("walk %s: %w", k.o.CgroupRoot, err)
+	}
+	return places, nil
+}
+
+// trueRoot is the id of the hierarchy's root, whose own processes are never refused.
+const trueRoot = 1
+
+// adopt runs the program that does it.
+func (k *Kernel) adopt(f *inForce, s stray, compartment uint32) (bool, error) {
+	r := k.tables.routes[compartment*uint32(len(f.plan.Providers))+s.provider]
+	in := kernelAdopt{Slot: kernelSlot{
+		Cookie: s.Cookie, Netns: s.netns, BornNs: uint64(monotonic()), Addr: s.Remote.Addr().As16(), Port: s.Remote.Port(),
+		Pid: s.pid, Proto: s.Proto, Flags: uint8(kernelSlotFlagSLOT_ADOPTED), Traffic: r.Traffic, N: uint8(r.N),
+	}}
+	for i, h := range r.Holds[:r.N] {
+		in.Slot.Bulkheads[i] = h.Bulkhead
+	}
+	setText(in.Slot.Comm[:], s.comm)
+	out, err := k.runAdopt(&in)
+	return out.Done != 0, err
+}
+
+// dropTwins retires what was adopted of a socket that has connected elsewhere in that
+// very moment and has a slot of its own.
+func (k *Kernel) dropTwins() error {
+	slots, err := readSlots(k.coll.Maps)
+	if err != nil {
+		return err
+	}
+	own := map[uint64]bool{}
+	for _, s := range slots {
+		if s.Part == 0 && !s.has(kernelSlotFlagSLOT_ADOPTED) {
+			own[s.Cookie] = true
+		}
+	}
+	for _, s := range slots {
+		if !own[s.Cookie] || !s.has(kernelSlotFlagSLOT_ADOPTED) || s.released() {
+			continue
+		}
+		if _, err := k.retire(&s); err != nil {
+			return err
+		}
+		s.Word |= uint64(kernelConstantSLOT_RELEASED)
+		if err := k.bury(&s); err != nil {
+			return err
+		}
+	}
+	return nil
+}
