@@ -312,7 +312,7 @@ func TestChurn(t *testing.T) {
 		seed = rand.Uint64N(1_000_000)
 	}
 	r := rand.New(rand.NewPCG(seed, 1))
-	in := newInstance(t, newStage(t), churnPolicy)
+	in := newInstance(t, newStage(t, 0), churnPolicy)
 	task := churnTask{Open: "127.1.0.1:80", Refusing: "127.1.0.1:9", Unreachable: "192.0.2.1:80", Threads: 1, Hold: hold, Limited: errnoOfLimits()}
 	var sum churnSum
 	kills := 0
@@ -439,7 +439,7 @@ func (in *instance) footprint(t testing.TB) (f footprint) {
 // against a limit of 50, alone and beside a flood on another provider, which is full:
 // none is refused, and no sample is above a limit.
 func TestNoWrongRefusals(t *testing.T) {
-	in := newInstance(t, newStage(t), churnPolicy)
+	in := newInstance(t, newStage(t, 0), churnPolicy)
 	const threads, rate = 5, 1000
 	steady := churnTask{
 		Open: "127.1.0.1:80", Threads: threads, Every: threads * time.Second / rate,

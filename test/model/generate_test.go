@@ -18,18 +18,13 @@ type generator struct {
 	workers int
 	has     map[desc]made
 	forked  [forks]bool
-	socks   int
 	cut     bool
 	plan    uint8
-	// shared has where the sockets that threads share send to in this round: with one
-	// slot for a socket it could not be told who was the last.
-	shared map[int]string
 }
 
 // made is a socket that a descriptor leads to, as far as a generator knows.
 type made struct {
 	kind   Sock
-	number int
 	used   bool // an operation on it has been made
 	listen bool
 }
@@ -47,7 +42,6 @@ func (g *generator) descriptor() uint8 { return uint8(g.n(descs)) }
 // round is what is done before the next quiet point.
 func (g *generator) round() []Op {
 	var ops []Op
-	g.shared = map[int]string{}
 	for range g.n(12) {
 		if o, ok := g.share(); ok {
 			ops = append(ops, o)
@@ -155,7 +149,7 @@ func (g *generator) thread(w, l uint8) Op {
 	if g.one(60) {
 		o.Kind, o.Sock = Storm, Sock(1+g.n(int(UDPMapped)))
 		o.Dest, o.D2 = g.dest(made{kind: o.Sock}), g.dest(made{kind: o.Sock})
-		if o.Sock.udp() && onePerUDPSocket || g.one(2) {
+		if g.one(2) {
 			o.D2 = o.Dest
 		}
 		return o
@@ -163,8 +157,7 @@ func (g *generator) thread(w, l uint8) Op {
 	m, ok := g.has[key]
 	if !ok {
 		o.Kind, o.Sock = Open, Sock(1+g.n(int(UDPMapped)))
-		g.socks++
-		g.has[key] = made{kind: o.Sock, number: g.socks}
+		g.has[key] = made{kind: o.Sock}
 		return o
 	}
 	o.Sock = m.kind
@@ -194,18 +187,11 @@ func (g *generator) thread(w, l uint8) Op {
 			o.Kind = Connect
 			break
 		}
-		g.socks++
-		g.has[target] = made{kind: m.kind, number: g.socks, used: true}
+		g.has[target] = made{kind: m.kind, used: true}
 	}
 	if o.Kind == Connect || o.Kind == ConnectWait || o.Kind == Sendto {
 		o.Arg = uint8(g.n(2))
 		o.Dest = g.dest(m)
-		if only, ok := g.shared[m.number]; onePerUDPSocket && m.kind.udp() {
-			for ok && dests[o.Dest].Provider != only {
-				o.Dest = g.dest(m)
-			}
-			g.shared[m.number] = dests[o.Dest].Provider
-		}
 	}
 	return o
 }

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"sync"
 	"syscall"
@@ -12,11 +13,6 @@ import (
 
 	"bulkhead/pkg/policy"
 )
-
-// onePerUDPSocket says that a UDP socket has one slot, of the provider that it was last
-// used for. Without it there is one for each (socket, provider): a connect elsewhere
-// ends what the connect before took, and what sends took stays until the close.
-const onePerUDPSocket = true
 
 // hold is what a slot from one compartment to one provider takes: there is one of
 // each, so that equal pointers are the same traffic.
@@ -51,8 +47,9 @@ type sock struct {
 	dest   uint8 // of the last connect
 	bound  bool
 
-	slots map[*hold]bool // what it holds; TCP at most one
-	byUse *hold          // UDP: what its last connect took, or found
+	slots map[*hold]bool  // what it holds; TCP at most one
+	byUse string          // UDP: the provider whose slot its last connect took, or found
+	tombs map[string]bool // UDP: providers whose slot reconciling may have freed, and whose entry may be there
 	// sure: it holds exactly that. Else an event is under way, or operations are, and
 	// only the sockets that exist can tell.
 	sure bool
@@ -82,7 +79,6 @@ type flight struct {
 
 	least, most []int // of what was certainly, possibly held, by bulkhead
 	plans       uint  // a bit for each plan that was in force meanwhile
-	others      bool  // another operation on the socket was under way
 	disturbed   bool  // peers did something to what is connected
 }
 
@@ -262,16 +258,10 @@ func (m *model) begin(o Op, want, also *hold) *flight {
 			return nil
 		}
 		f.before = s.phase
-		f.had = s.kind.udp() && s.sure && want != nil && s.slots[want]
+		f.had = s.kind.udp() && s.sure && want != nil && s.slotTo(want.provider) != nil
 		f.sure = s.sure
-		f.others = s.busy > 0
 		f.counts = true
 		s.busy++
-		for g := range m.flights {
-			if g.sock == s {
-				g.others = true
-			}
-		}
 	}
 	m.ops[o.Kind]++
 	for _, h := range []*hold{f.want, f.also} {
@@ -282,7 +272,7 @@ func (m *model) begin(o Op, want, also *hold) *flight {
 	f.disturbed = m.hanging
 	f.least, f.most, f.plans = slices.Clone(m.certain), slices.Clone(m.possible), m.inForce
 	m.flights[f] = true
-	if f.sock != nil && !(o.Kind == Sendto && f.had) {
+	if f.sock != nil {
 		switch o.Kind {
 		case Close, Reset:
 			if s.descs > 1 {
@@ -291,10 +281,6 @@ func (m *model) begin(o Op, want, also *hold) *flight {
 			fallthrough
 		case Connect, ConnectWait, Unspec, Shutdown:
 			m.unsure(s)
-		case Sendto:
-			if onePerUDPSocket {
-				m.unsure(s)
-			}
 		}
 	}
 	return f
@@ -443,44 +429,51 @@ func (m *model) endTCP(f *flight, errno syscall.Errno) error {
 
 // endUDP is the result of a UDP connect() or sendto(). The hook comes first in both, so
 // whatever else fails, it was admitted.
+//
+// There is one slot for each (socket, provider), of the compartment that took it. What a
+// connect took, or found, the next one to another provider ends; what only sends took
+// stays until the last close. A connect that is refused changes nothing.
 func (m *model) endUDP(f *flight, errno syscall.Errno) error {
 	s := f.sock
 	refused := errno == m.errno
-	sure := s.busy == 0 && !m.loose
-	switch {
-	case refused && f.want == nil:
-		return fmt.Errorf("%s: refused, where nothing is limited", f.op)
-	case refused && f.had && !f.others:
+	if refused && f.had {
 		return fmt.Errorf("%s: refused, though %s had the slot", f.op, s)
-	case !onePerUDPSocket:
-		slots := map[*hold]bool{}
-		for h := range s.slots {
-			slots[h] = true
-		}
-		if f.op.Kind != Sendto && s.byUse != nil && s.byUse != f.want {
-			delete(slots, s.byUse)
-			s.byUse = nil
-		}
-		if f.want != nil && !refused {
-			slots[f.want] = true
-			if f.op.Kind != Sendto {
-				s.byUse = f.want
-			}
-		}
-		m.set(s, slots, sure)
-	case f.op.Kind == Sendto && f.want == nil:
-		m.set(s, s.slots, sure) // a datagram to nobody of ours leaves it alone
-	case !refused:
-		m.set(s, just(f.want), sure)
-	case f.others && s.slots[f.want]:
-		m.set(s, s.slots, sure) // another thread's send took it
-	default:
-		m.set(s, nil, sure)
 	}
+	slots := maps.Clone(s.slots)
+	if f.want != nil && !refused {
+		if s.slotTo(f.want.provider) == nil {
+			if slots == nil {
+				slots = map[*hold]bool{}
+			}
+			slots[f.want] = true
+		}
+		delete(s.tombs, f.want.provider)
+	}
+	if f.op.Kind != Sendto && !refused {
+		to := ""
+		if f.want != nil {
+			to = f.want.provider
+		}
+		if s.byUse != "" && s.byUse != to {
+			delete(slots, s.slotTo(s.byUse))
+		}
+		s.byUse = to
+	}
+	m.set(s, slots, s.busy == 0 && !m.loose)
 	if refused {
 		return m.refused(f)
 	}
 	return m.admitted(f)
+}
+
+// slotTo is what a socket holds at a provider, nil if nothing.
+func (s *sock) slotTo(provider string) *hold {
+	for h := range s.slots {
+		if h.provider == provider {
+			return h
+		}
+	}
+	return nil
 }
 
 // refused checks a refusal: some bulkhead may have been full.

@@ -4,6 +4,8 @@ import (
 	"math/rand/v2"
 	"testing"
 	"time"
+
+	"bulkhead/pkg/conn"
 )
 
 // TestModel does random operations until the time is over.
@@ -13,7 +15,8 @@ func TestModel(t *testing.T) {
 		seed = rand.Uint64N(1_000_000)
 	}
 	t.Logf("-seed %d -workers %d", seed, *workersFlag)
-	g := newStage(t)
+	// With room for few, sockets get into one another's way in the map of slots.
+	g := newStage(t, conn.MinMaxSlots)
 	s, err := newSystem(g, *workersFlag, patience)
 	if err != nil {
 		t.Fatal(err)

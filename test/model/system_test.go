@@ -39,10 +39,10 @@ type server struct {
 	*kerneltest.Server
 }
 
-func newStage(t testing.TB) *stage {
+func newStage(t testing.TB, maxSlots uint32) *stage {
 	t.Helper()
 	env := kerneltest.New(t)
-	g := &stage{t: t, env: env, o: conn.Options{CgroupRoot: env.Cgroup.Path, BPFFS: env.BPFFS}, far: kerneltest.NewNetns(t)}
+	g := &stage{t: t, env: env, o: conn.Options{CgroupRoot: env.Cgroup.Path, BPFFS: env.BPFFS, MaxSlots: maxSlots}, far: kerneltest.NewNetns(t)}
 	for i := range cgroups {
 		g.cgroups = append(g.cgroups, env.Mkdir(fmt.Sprintf("w%d", i)))
 	}
@@ -708,6 +708,13 @@ func (s *system) buried() error {
 				most++
 			}
 		}
+		s.model.mu.Lock()
+		for on := range s.model.socks {
+			if _, listed := dump.Sockets[on.cookie]; listed && on.kind.udp() {
+				most += len(on.tombs) // until it is used again, or closed
+			}
+		}
+		s.model.mu.Unlock()
 		if n := snap.Totals.Slots; n > uint64(most) {
 			return fmt.Errorf("after reconciling four times: %d entries in slots, want at most the %d of connections and of sockets that close", n, most)
 		}
@@ -764,12 +771,16 @@ func (m *model) compare(dump sockets.Dump, snap *conn.Snapshot) error {
 	}
 	want := map[slotName]bool{}
 	known := map[uint64]bool{}
-	var ended []*sock
+	type end struct {
+		*sock
+		h *hold
+	}
+	var ended []end
 	for on := range m.socks {
 		known[on.cookie] = true
 		so, exists := dump.Sockets[on.cookie]
 		tcp := !on.kind.udp()
-		if tcp && on.sure && on.phase == connected && on.slots != nil && !exists {
+		if tcp && on.sure && on.phase == connected && len(on.slots) > 0 && !exists {
 			wrong("%s is in no dump, and nothing has ended it", on)
 		}
 		for h := range on.slots {
@@ -777,13 +788,13 @@ func (m *model) compare(dump sockets.Dump, snap *conn.Snapshot) error {
 			c, is := held[name]
 			switch {
 			case tcp && !on.sure && on.phase != stuck && !exists:
-				ended = append(ended, on)
+				ended = append(ended, end{on, h})
 				if is {
 					wrong("%s is closed and has a slot from %s", on, h)
 				}
 				continue
 			case m.loose && !is && (!tcp || on.phase == stuck):
-				ended = append(ended, on) // a Reconcile beside it has freed it
+				ended = append(ended, end{on, h}) // a Reconcile beside it has freed it
 				continue
 			case !is:
 				wrong("%s (%s) has no slot from %s", on, so.State, h)
@@ -832,8 +843,16 @@ func (m *model) compare(dump sockets.Dump, snap *conn.Snapshot) error {
 	if err != nil {
 		return err
 	}
-	for _, on := range ended {
-		m.set(on, nil, true)
+	for _, e := range ended {
+		slots := maps.Clone(e.slots)
+		delete(slots, e.h)
+		m.set(e.sock, slots, !m.loose)
+		if e.kind.udp() {
+			if e.tombs == nil {
+				e.tombs = map[string]bool{}
+			}
+			e.tombs[e.h.provider] = true
+		}
 	}
 	return nil
 }
