@@ -47,6 +47,9 @@ func (g *generator) round() []Op {
 			ops = append(ops, o)
 		}
 	}
+	if g.one(10) {
+		ops = append(ops, Op{Kind: Exhaust})
+	}
 	n := g.workers * lanes * (5 + g.n(50))
 	beside := g.n(8)
 	for i := range n {

@@ -113,6 +113,8 @@ type model struct {
 	certain, possible []int // by bulkhead
 	flights           map[*flight]bool
 
+	full uint64 // connections that found no room for a slot, all in Exhaust
+
 	ops      map[Kind]int
 	outcomes map[string]int
 }

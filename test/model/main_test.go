@@ -24,6 +24,8 @@ func TestMain(m *testing.M) {
 		os.Exit(workerMain())
 	case roleCopy:
 		os.Exit(copyMain())
+	case roleMany:
+		os.Exit(manyMain())
 	case roleChurn:
 		os.Exit(churnMain())
 	}

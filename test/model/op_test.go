@@ -31,6 +31,8 @@ const (
 
 	Dup  // D into D2 of thread L2, the same process
 	Pass // D into D2 of thread L2 of process W2, by SCM_RIGHTS
+	// Exhaust is a process that has more sockets than there is room for slots, and ends.
+	Exhaust
 	Fork // a process that has a copy of D and nothing else: number D2
 
 	Kill    // SIGKILL, and a new process
@@ -48,14 +50,14 @@ const (
 
 var kindNames = [...]string{Open: "socket", Connect: "connect", ConnectWait: "connect+wait", Sendto: "sendto", Unspec: "unspec",
 	Shutdown: "shutdown", Close: "close", Reset: "reset", Bind: "bind", Listen: "listen", Accept: "accept", Storm: "storm", Dup: "dup", Pass: "pass",
-	Fork: "fork", Kill: "kill", EndFork: "end-fork", Move: "move", Members: "members", Reload: "reload", Cut: "cut", Mend: "mend",
+	Fork: "fork", Exhaust: "exhaust", Kill: "kill", EndFork: "end-fork", Move: "move", Members: "members", Reload: "reload", Cut: "cut", Mend: "mend",
 	Hangup: "hangup", HangupRST: "hangup-rst", Reconcile: "reconcile", Quiet: "quiet"}
 
 func (k Kind) String() string { return kindNames[k] }
 
 // byThread are run by the threads, alone are run with nothing beside them.
 func (k Kind) byThread() bool { return k <= Storm }
-func (k Kind) alone() bool    { return k == Dup || k == Pass || k == Fork || k == Quiet }
+func (k Kind) alone() bool    { return k == Dup || k == Pass || k == Fork || k == Exhaust || k == Quiet }
 
 // Sock is a kind of socket. The mapped ones are IPv6 sockets that only ever have
 // IPv4 addresses, in IPv6's form (UDP: or in IPv4's).
@@ -183,6 +185,9 @@ var dests = []destination{
 	to("[2001:db8:3::1]:80", policy.OtherProvider, unreachable, false),
 }
 
+// roomy is of a provider without a limit, and unreachable.
+var roomy = netip.MustParseAddrPort("203.0.113.1:80")
+
 // policyText has the limits of one plan: of a, b, c, features f and g, f's tenant t, g at
 // a, and default.
 func policyText(limit [8]int) string {
@@ -190,14 +195,16 @@ func policyText(limit [8]int) string {
 kind: Policy
 mode: enforce
 providers:
-  a: {cidrs: [127.1.0.0/16, 192.0.2.0/25, "fd00:1::/32", "2001:db8:1::/48"], protocol: [tcp, udp], limits: {connections: %d, errno: EAGAIN}}
-  b: {cidrs: [127.2.0.0/16, 192.0.2.128/25, "fd00:2::/32", "2001:db8:2::/48"], protocol: [tcp, udp], limits: {connections: %d, errno: EAGAIN}}
-  c: {cidrs: [10.78.0.0/16, 10.79.0.0/16, "fd78::/16", "fd79::/16"], protocol: [tcp, udp], limits: {connections: %d, errno: EAGAIN}}
+  roomy: {cidrs: [203.0.113.0/24]}
+  a: {cidrs: [127.1.0.0/16, 192.0.2.0/25, "fd00:1::/32", "2001:db8:1::/48"], protocol: [tcp, udp], idle: 1h, limits: {connections: %d, errno: EAGAIN}}
+  b: {cidrs: [127.2.0.0/16, 192.0.2.128/25, "fd00:2::/32", "2001:db8:2::/48"], protocol: [tcp, udp], idle: 1h, limits: {connections: %d, errno: EAGAIN}}
+  c: {cidrs: [10.78.0.0/16, 10.79.0.0/16, "fd78::/16", "fd79::/16"], protocol: [tcp, udp], idle: 1h, limits: {connections: %d, errno: EAGAIN}}
 tenants:
   t: {}
 features:
   f: {class: batch, limits: {connections: %d, errno: EAGAIN}, tenants: {t: {limits: {connections: %d, errno: EAGAIN}}}}
   g: {class: batch, limits: {connections: %d, errno: EAGAIN}, providers: {a: {connections: %d, errno: EAGAIN}}}
+  many: {class: batch}
   default: {limits: {connections: %d, errno: EAGAIN}}
 `, limit[0], limit[1], limit[2], limit[3], limit[4], limit[5], limit[6], limit[7])
 }

@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"os/exec"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -29,6 +30,7 @@ type stage struct {
 	env     *kerneltest.Env
 	o       conn.Options
 	cgroups []kerneltest.Cgroup
+	many    kerneltest.Cgroup // without limits
 	servers []server
 	far     *kerneltest.Netns
 	post    [2]*os.File
@@ -46,6 +48,7 @@ func newStage(t testing.TB, maxSlots uint32) *stage {
 	for i := range cgroups {
 		g.cgroups = append(g.cgroups, env.Mkdir(fmt.Sprintf("w%d", i)))
 	}
+	g.many = env.Mkdir("many")
 	g.wire()
 	sink := func() error {
 		p, err := net.ListenPacket("udp", fmt.Sprintf("[::]:%d", serverPort))
@@ -310,7 +313,9 @@ func (s *system) members() []conn.Member {
 		}
 		all = append(all, m)
 	}
-	return all
+	many := conn.Member{CgroupID: s.many.ID, Level: s.many.Level}
+	many.Compartment, _ = s.compiled[0].FindCompartment("many", "")
+	return append(all, many)
 }
 
 // note appends to the log.
@@ -435,6 +440,8 @@ func (s *system) run(o Op) error {
 	switch o.Kind {
 	case Dup, Pass, Fork:
 		return s.share(o)
+	case Exhaust:
+		return s.exhaust()
 	case Kill:
 		return s.killWorker(o.W)
 	case EndFork:
@@ -586,6 +593,29 @@ func (s *system) share(o Op) error {
 		return nil
 	}
 	m.attach(from, target)
+	return nil
+}
+
+// exhaust fills slots from the only cgroup that has no limit to stop it, and counts what
+// found no room.
+func (s *system) exhaust() error {
+	cmd, err := start(s.many, roleMany, func(*exec.Cmd) {})
+	if err == nil {
+		err = cmd.Wait()
+	}
+	if err != nil {
+		return fmt.Errorf("exhaust slots: %w", err)
+	}
+	snap, err := s.k.Reader().Snapshot(context.Background())
+	if err != nil {
+		return err
+	}
+	s.model.mu.Lock()
+	defer s.model.mu.Unlock()
+	if snap.Totals.SlotsFull == s.model.full {
+		return fmt.Errorf("exhaust slots: there was room for %d", manySlots)
+	}
+	s.model.full = snap.Totals.SlotsFull
 	return nil
 }
 
@@ -834,7 +864,7 @@ func (m *model) compare(dump sockets.Dump, snap *conn.Snapshot) error {
 	if n := len(snap.Bulkheads); n != len(m.plan.Bulkheads) {
 		wrong("%d bulkheads, want %d", n, len(m.plan.Bulkheads))
 	}
-	if t := snap.Totals; t.Underflow != 0 || t.Uncounted != 0 || t.SlotsFull != 0 {
+	if t := snap.Totals; t.Underflow != 0 || t.Uncounted != 0 || t.SlotsFull != m.full {
 		wrong("totals %+v", t)
 	}
 	if len(snap.Unseen) != 0 {

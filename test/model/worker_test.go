@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"bulkhead/internal/kerneltest"
+	"bulkhead/pkg/conn"
 )
 
 const (
@@ -24,6 +25,7 @@ const (
 	roleWorker = "worker"
 	roleCopy   = "copy"
 	roleChurn  = "churn"
+	roleMany   = "many"
 )
 
 // lanes is how many threads of a worker do operations, descs how many descriptors each
@@ -345,6 +347,25 @@ func storm(c call) (refused int, err error) {
 		}
 	}
 	return refused, err
+}
+
+// manySlots is more than there is room for.
+const manySlots = 3 * conn.MinMaxSlots / 2
+
+// manyMain gives each of many sockets a slot at the same time: a connect that finds no way
+// leaves it one.
+func manyMain() int {
+	for range manySlots {
+		fd, err := newSocket(TCP4)
+		if err == nil {
+			err = unix.Connect(fd, &unix.SockaddrInet4{Port: int(roomy.Port()), Addr: roomy.Addr().As4()})
+		}
+		if !errors.Is(err, unix.ENETUNREACH) {
+			fmt.Fprintf(os.Stderr, "connect to %s: %v\n", roomy, err)
+			return 1
+		}
+	}
+	return 0 // and all are closed
 }
 
 // stormSocket makes one. UDP is bound, or the first send would lock it for that.
