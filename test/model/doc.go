@@ -7,6 +7,7 @@
 //	worker_test.go    the processes: one system call per operation, by thread
 //	holds_test.go     the model: what each socket holds, and which outcomes are legal
 //	system_test.go    programs, policy, servers and workers; runs a round, and compares
+//	legal_test.go     the model itself notices what is not legal
 //	shrink_test.go    a sequence that fails -> a short one that fails
 //	churn_test.go     a million connections; rates and floods
 //	mutants/          removes one release path after the other and expects a failure

@@ -81,7 +81,11 @@ func try(tree string, m mutant, duration time.Duration) (said string, failed boo
 	// time to make the sequence shorter.
 	ctx, cancel := context.WithTimeout(context.Background(), duration+time.Minute)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, test, "-test.run", "^TestModel$", "-duration", duration.String(), "-shrink", "0")
+	args := []string{test, "-test.run", "^TestModel$", "-duration", duration.String(), "-shrink", "0"}
+	if os.Geteuid() != 0 {
+		args = append([]string{"sudo", "-E"}, args...)
+	}
+	cmd := exec.CommandContext(ctx, args[0], args[1:]...)
 	cmd.Dir = filepath.Join(dir, "test", "model")
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
 	text, err := cmd.CombinedOutput()
