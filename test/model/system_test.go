@@ -499,12 +499,12 @@ func (s *system) reconcile() (int, error) {
 // runThread runs an operation of a thread.
 func (s *system) runThread(o Op) error {
 	s.mu.RLock()
-	w, in := s.workers[o.W], s.in[o.W]
+	w := s.workers[o.W]
 	s.mu.RUnlock()
 	w.rest.RLock()
 	defer w.rest.RUnlock()
 	s.mu.RLock()
-	in = s.in[o.W] // it may have been moved
+	in := s.in[o.W] // until it rests
 	s.mu.RUnlock()
 	at := cgroups[in]
 	if in == 0 {

@@ -74,7 +74,7 @@ func try(tree string, m mutant, duration time.Duration) (said string, failed boo
 		}
 	}
 	test := filepath.Join(dir, "model.test")
-	if err := command(dir, "go", "test", "-c", "-o", test, "./test/model").run(); err != nil {
+	if err := command(dir, "go", "test", "-trimpath", "-c", "-o", test, "./test/model").run(); err != nil {
 		return "", false, err
 	}
 	// Beside the given time: loading, the time until a difference is believed, and no
