@@ -310,10 +310,10 @@ func testManyCloseWait(in *instance) {
 // figure 7) and one connection.
 func testSelf(in *instance) {
 	client, _ := two(in)
-	for kind, addr := range map[kerneltest.Kind]string{kerneltest.TCP4: "127.1.0.1:7000", kerneltest.TCP6: "[::ffff:127.1.0.1]:7001"} {
+	for kind, host := range map[kerneltest.Kind]string{kerneltest.TCP4: "127.1.0.1", kerneltest.TCP6: "[::ffff:127.1.0.1]"} {
 		fd := client.Socket(kind)
-		client.Bind(fd, addr)
-		wantErrno(in, client.Connect(fd, addr), 0, "connect to itself")
+		client.Bind(fd, host+":0")
+		wantErrno(in, client.Connect(fd, fmt.Sprintf("%s:%d", host, portOf(in, client, fd))), 0, "connect to itself")
 		in.want(1, 0, "connected to itself")
 		client.Exchange(fd, 1, 10_000)
 		in.want(1, 0, "connected to itself, with data")
@@ -321,6 +321,22 @@ func testSelf(in *instance) {
 		in.want(0, 0, "after the close")
 		in.empty("after the close")
 	}
+}
+
+// portOf is the port that a client's socket is bound to.
+func portOf(in *instance, client *kerneltest.Client, fd int) (port int) {
+	in.Helper()
+	borrow(in, client, fd, func(fd int) error {
+		sa, err := unix.Getsockname(fd)
+		switch sa := sa.(type) {
+		case *unix.SockaddrInet4:
+			port = sa.Port
+		case *unix.SockaddrInet6:
+			port = sa.Port
+		}
+		return err
+	})
+	return port
 }
 
 // A descriptor goes to another process over a Unix socket. Whoever has it holds it, be it
