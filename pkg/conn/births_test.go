@@ -982,3 +982,50 @@ func testManyBytes(in *instance) {
 	in.empty("after the close")
 	agrees("closed")
 }
+
+
+// A socket that connects to its own port is its own peer (a simultaneous open, RFC 9293,
+// figure 7): one connection, with all its bytes twice.
+func TestSelfBytes(t *testing.T) {
+	in := newInstance(t)
+	const size = 10_000
+	client, _ := two(in)
+	for kind, host := range map[kerneltest.Kind]string{kerneltest.TCP4: "127.1.0.1", kerneltest.TCP6: "[::ffff:127.1.0.1]"} {
+		before := in.traffic("f", "", "p")
+		fd := client.Socket(kind)
+		client.Bind(fd, host+":0")
+		wantErrno(in, client.Connect(fd, fmt.Sprintf("%s:%d", host, portOf(in, client, fd))), 0, "connect to itself")
+		in.want(1, 0, "connected to itself")
+		client.Exchange(fd, 1, size)
+		in.want(1, 0, "connected to itself, with data")
+		client.Close(fd)
+		in.want(0, 0, "after the close")
+		in.empty("after the close")
+		if tr := in.traffic("f", "", "p"); tr.TxBytes-before.TxBytes < size || tr.RxBytes-before.RxBytes < size {
+			in.Errorf("%s: %d and %d bytes, want at least %d each", host, tr.TxBytes-before.TxBytes, tr.RxBytes-before.RxBytes, size)
+		}
+	}
+}
+
+
+// A socket whose connect failed before its SYN listens then: what comes in is not counted,
+// and what it held is found, as if it were closed.
+func TestThenListens(t *testing.T) {
+	in := newInstance(t)
+	client, _ := two(in)
+	outside := in.start(in.Mkdir("outside"))
+	in.setMembers(member(in, in.k.Plan(), in.Mkdir("f"), "f", ""), protected(in.Mkdir("outside")))
+	fd, errno := client.Dial(kerneltest.TCP4, "192.0.2.1:80")
+	wantErrno(in, errno, syscall.ENETUNREACH, "connect without a route")
+	client.Bind(fd, "127.1.0.7:0")
+	addr := client.Listen(fd)
+	in.reconcile()
+	in.reconcile()
+	in.want(0, 0, "listening, after two Reconciles")
+	c := outside.MustDial(kerneltest.TCP4, addr)
+	got := client.Accept(fd)
+	in.want(0, 0, "accepted")
+	client.Close(got, fd)
+	outside.Close(c)
+	in.empty("after the close")
+}

@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"os"
 	"slices"
+	"strings"
 	"sync"
 	"syscall"
 	"testing"
@@ -616,5 +617,51 @@ func TestNeighboursStay(t *testing.T) {
 		}
 		check("detached", 0)
 		in.open()
+	}
+}
+
+
+// Another program has the hook for itself, at our root or above it: ours cannot be
+// attached, and the error says whose program is in the way.
+func TestExclusiveNeighbourIsNamed(t *testing.T) {
+	for _, c := range []struct {
+		place string
+		flags uint32
+	}{{"", 0}, {"root", 0}, {"root", allowOverride}} {
+		t.Run(fmt.Sprintf("at %q with flags %d", c.place, c.flags), func(t *testing.T) {
+			in := newInstanceBelow(t)
+			n := newNeighbour(in, ebpf.AttachCGroupInet4Connect)
+			n.mustAttach(in.Mkdir(c.place).Path, c.flags)
+			plan := planOf(t, limitOfOne)
+			_, err := in.k.Apply(plan, nil)
+			if !errors.Is(err, unix.EPERM) || !strings.Contains(err.Error(), fmt.Sprintf("program %d", n.id)) || !strings.Contains(err.Error(), "neighbour") {
+				t.Errorf("got %q, want it to name program %d neighbour", err, n.id)
+			}
+		})
+	}
+}
+
+
+// A program above our root that is attached with BPF_F_ALLOW_OVERRIDE would run no more
+// below our root once ours is attached there: the start is refused and names it, and it
+// goes on running.
+func TestOverriddenNeighbour(t *testing.T) {
+	in := newInstanceBelow(t)
+	f := in.Mkdir("root/f")
+	server := kerneltest.Serve(t, "127.1.0.1:80", kerneltest.Drain)
+	n := newNeighbour(in, ebpf.AttachCGroupInet4Connect)
+	n.mustAttach(in.Cgroup.Path, allowOverride)
+	client := in.start(f)
+	client.MustDial(kerneltest.TCP4, server.Addr)
+	if got := n.ran()[0]; got != 1 {
+		t.Fatalf("theirs ran %d times before us, want 1", got)
+	}
+	plan := planOf(t, limitOfOne)
+	if _, err := in.k.Apply(plan, []Member{member(t, plan, f, "f", "")}); err == nil || !strings.Contains(err.Error(), fmt.Sprintf("program %d", n.id)) {
+		t.Errorf("Apply: %v, want it refused, with program %d named", err, n.id)
+	}
+	client.MustDial(kerneltest.TCP4, server.Addr)
+	if got := n.ran()[0]; got != 1 {
+		t.Errorf("theirs ran %d times after us, want 1: ours has replaced it without a word", got)
 	}
 }

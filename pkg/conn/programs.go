@@ -9,6 +9,7 @@ import (
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
+	"golang.org/x/sys/unix"
 )
 
 // Program is a program that is attached to one of our hooks at the root.
@@ -163,6 +164,47 @@ func (o Options) attachment() (Attachment, error) {
 	return a, nil
 }
 
+// effective lists the programs that run at a hook for our root: those attached there and
+// those above.
+func (o Options) effective(h hook) ([]ebpf.ProgramID, error) {
+	root, err := os.Open(o.CgroupRoot)
+	if err != nil {
+		return nil, fmt.Errorf("cgroup root: %w", err)
+	}
+	defer root.Close()
+	r, err := link.QueryPrograms(link.QueryOptions{Target: int(root.Fd()), Attach: h.attach, QueryFlags: unix.BPF_F_QUERY_EFFECTIVE})
+	if err != nil {
+		return nil, fmt.Errorf("query the programs of %s at %s: %w", h.label(), o.CgroupRoot, err)
+	}
+	var ids []ebpf.ProgramID
+	for _, p := range r.Programs {
+		ids = append(ids, p.ID)
+	}
+	return ids, nil
+}
+
+// describePrograms names programs by number, and by name where that may be asked for.
+func describePrograms(ids []ebpf.ProgramID) string {
+	var all []string
+	for _, id := range ids {
+		all = append(all, strings.TrimSpace(fmt.Sprintf("program %d %s", id, programName(id))))
+	}
+	return strings.Join(all, ", ")
+}
+
+func programName(id ebpf.ProgramID) string {
+	p, err := ebpf.NewProgramFromID(id)
+	if err != nil {
+		return ""
+	}
+	defer p.Close()
+	info, err := p.Info()
+	if err != nil {
+		return ""
+	}
+	return info.Name
+}
+
 // programsAt lists the programs at one hook.
 func (o Options) programsAt(h hook, root *os.File) ([]Program, error) {
 	ids, err := link.QueryPrograms(link.QueryOptions{Target: int(root.Fd()), Attach: h.attach})
@@ -175,14 +217,7 @@ func (o Options) programsAt(h hook, root *os.File) ([]Program, error) {
 	}
 	var all []Program
 	for _, p := range ids.Programs {
-		one := Program{Hook: h.label(), ID: uint32(p.ID), Ours: uint32(p.ID) == ours}
-		if prog, err := ebpf.NewProgramFromID(p.ID); err == nil {
-			if info, err := prog.Info(); err == nil {
-				one.Name = info.Name
-			}
-			prog.Close()
-		}
-		all = append(all, one)
+		all = append(all, Program{Hook: h.label(), ID: uint32(p.ID), Name: programName(p.ID), Ours: uint32(p.ID) == ours})
 	}
 	return all, nil
 }
