@@ -983,7 +983,6 @@ func testManyBytes(in *instance) {
 	agrees("closed")
 }
 
-
 // A socket that connects to its own port is its own peer (a simultaneous open, RFC 9293,
 // figure 7): one connection, with all its bytes twice.
 func TestSelfBytes(t *testing.T) {
@@ -1006,7 +1005,6 @@ func TestSelfBytes(t *testing.T) {
 		}
 	}
 }
-
 
 // A socket whose connect failed before its SYN listens then: what comes in is not counted,
 // and what it held is found, as if it were closed.

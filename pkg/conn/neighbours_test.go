@@ -620,7 +620,6 @@ func TestNeighboursStay(t *testing.T) {
 	}
 }
 
-
 // Another program has the hook for itself, at our root or above it: ours cannot be
 // attached, and the error says whose program is in the way.
 func TestExclusiveNeighbourIsNamed(t *testing.T) {
@@ -640,7 +639,6 @@ func TestExclusiveNeighbourIsNamed(t *testing.T) {
 		})
 	}
 }
-
 
 // A program above our root that is attached with BPF_F_ALLOW_OVERRIDE would run no more
 // below our root once ours is attached there: the start is refused and names it, and it

@@ -15,6 +15,9 @@ import (
 // Program is a program that is attached to one of our hooks at the root.
 type Program struct {
 	Hook string // "connect4"
+	// Cgroup is the directory that it is attached to, if that is below the root: it runs
+	// before those at the root, for all that is in it.
+	Cgroup string
 	ID   uint32
 	Name string // "" if it may not be asked for (needs CAP_SYS_ADMIN)
 	Ours bool
@@ -34,9 +37,9 @@ type Attachment struct {
 	Unread []error
 }
 
-// ReadAttachment looks at every hook. ErrNotLoaded if nothing is in force that could
-// need one.
-func ReadAttachment(o Options) (Attachment, error) {
+// ReadAttachment looks at every hook, at the root and at the cgroups whose directories are
+// given. ErrNotLoaded if nothing is in force that could need one.
+func ReadAttachment(o Options, below ...string) (Attachment, error) {
 	r, err := OpenReader(o)
 	if err != nil {
 		return Attachment{}, err
@@ -53,6 +56,9 @@ func ReadAttachment(o Options) (Attachment, error) {
 	after, err := r.namesUDP()
 	if err != nil {
 		return Attachment{}, err
+	}
+	for _, dir := range below {
+		a.Programs = append(a.Programs, programsBelow(dir)...)
 	}
 	// UDP's hooks come before the generation that needs them and go after it: one that
 	// was needed before and after we looked was needed meanwhile.
@@ -220,6 +226,26 @@ func (o Options) programsAt(h hook, root *os.File) ([]Program, error) {
 		all = append(all, Program{Hook: h.label(), ID: uint32(p.ID), Name: programName(p.ID), Ours: uint32(p.ID) == ours})
 	}
 	return all, nil
+}
+
+// programsBelow lists what is attached to a cgroup's own hooks, none of it ours; nothing if
+// it is gone or may not be looked at, as the root then may not either.
+func programsBelow(dir string) (all []Program) {
+	f, err := os.Open(dir)
+	if err != nil {
+		return nil
+	}
+	defer f.Close()
+	for _, h := range hooks() {
+		r, err := link.QueryPrograms(link.QueryOptions{Target: int(f.Fd()), Attach: h.attach})
+		if err != nil {
+			continue
+		}
+		for _, p := range r.Programs {
+			all = append(all, Program{Hook: h.label(), Cgroup: dir, ID: uint32(p.ID), Name: programName(p.ID)})
+		}
+	}
+	return all
 }
 
 // label is how people know a hook: "connect4".

@@ -108,3 +108,14 @@ func TestNeighbours(t *testing.T) {
 		t.Errorf("attached after detach: %v, want theirs, %d and %d", ids, before, after)
 	}
 }
+
+// A program of somebody else on a compartment's own cgroup runs before ours for all that
+// is in it, and may deny or rewrite: status lists it, with the cgroup.
+func TestNeighboursBelow(t *testing.T) {
+	n := newNode(t)
+	n.write("apiVersion: bulkhead/v1\nkind: Policy\nmode: enforce\nproviders: {}\nfeatures: {chat: {class: realtime, cpu: none}}\n")
+	n.start()
+	n.client("chat") // so that its slice is there
+	id, _ := foreign(t, n.slice("chat"), "their_connect", ebpf.CGroupSockAddr, ebpf.AttachCGroupInet4Connect, allowMulti)
+	wantWords(t, n.must("status"), fmt.Sprintf("program %d their_connect", id), "bulkhead-chat.slice")
+}
