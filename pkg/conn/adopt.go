@@ -46,6 +46,10 @@ func (k *Kernel) Adopt(ctx context.Context) (Adopted, error) {
 	if f == nil {
 		return out, ErrNoPlan
 	}
+	dumps, hidden := sockets.ReadEvery(ctx, unix.IPPROTO_TCP)
+	out.Hidden = hidden
+	// Read behind the dump: what the dump saw and our programs know has its slot by now,
+	// or is closed.
 	slots, err := readSlots(k.coll.Maps)
 	if err != nil {
 		return out, err
@@ -54,8 +58,6 @@ func (k *Kernel) Adopt(ctx context.Context) (Adopted, error) {
 	for _, s := range slots {
 		have[s.Cookie] = true
 	}
-	dumps, hidden := sockets.ReadEvery(ctx, unix.IPPROTO_TCP)
-	out.Hidden = hidden
 	var found []stray
 	for _, d := range dumps {
 		if !d.Complete {
@@ -72,7 +74,14 @@ func (k *Kernel) Adopt(ctx context.Context) (Adopted, error) {
 		return out, err
 	}
 	identify(found)
+	// What is seen again now, and had no slot in between, has none: on a busy node most
+	// of what was found had one and is closed.
+	alive := look(ctx, found)
+	var adopted []stray
 	for _, s := range found {
+		if !alive.seen[s.Cookie] {
+			continue
+		}
 		c, ok := places[s.cgroup]
 		if !ok {
 			out.Unplaced++
@@ -81,15 +90,80 @@ func (k *Kernel) Adopt(ctx context.Context) (Adopted, error) {
 		if c.Protected || f.plan.Route(c.Compartment, s.provider).CountOnly {
 			continue
 		}
-		done, err := k.adopt(f, s, c.Compartment)
-		if err != nil {
+		if s.word, err = k.adopt(f, s, c.Compartment); err != nil {
 			return out, err
 		}
-		if done {
-			out.Slots++
+		if s.word != 0 {
+			adopted = append(adopted, s)
 		}
 	}
-	return out, k.dropTwins()
+	out.Slots = len(adopted)
+	ghosts, err := k.dropGhosts(ctx, adopted)
+	out.Slots -= ghosts
+	return out, errors.Join(err, k.dropTwins())
+}
+
+// sighting is what two looks at the namespaces of strays saw.
+type sighting struct {
+	seen   map[uint64]bool // cookies of sockets that are open, in either
+	unsure map[uint64]bool // cookies of namespaces: a look was not complete
+}
+
+// look looks for strays in their namespaces; a second time for those that it did not see,
+// since a dump of a busy table may pass one by.
+func look(ctx context.Context, all []stray) sighting {
+	s := sighting{map[uint64]bool{}, map[uint64]bool{}}
+	for range 2 {
+		wanted := map[uint64]struct{}{}
+		for _, a := range all {
+			if !s.seen[a.Cookie] {
+				wanted[a.netns] = struct{}{}
+			}
+		}
+		if len(wanted) == 0 {
+			break
+		}
+		for _, d := range sockets.ReadAll(ctx, wanted, unix.IPPROTO_TCP) {
+			delete(wanted, d.Cookie)
+			if !d.Complete {
+				s.unsure[d.Cookie] = true
+			}
+			for cookie, so := range d.Sockets {
+				// One that is closed and says goodbye has no inode any more (sock_orphan,
+				// include/net/sock.h).
+				s.seen[cookie] = s.seen[cookie] || opened(so.State) || so.Inode != 0
+			}
+		}
+		for netns := range wanted {
+			s.unsure[netns] = true
+		}
+	}
+	return s
+}
+
+// dropGhosts gives back what was adopted of sockets that closed before their slot was
+// there: no hook will. It returns how many.
+func (k *Kernel) dropGhosts(ctx context.Context, adopted []stray) (n int, err error) {
+	alive := look(ctx, adopted)
+	for _, a := range adopted {
+		if alive.seen[a.Cookie] || alive.unsure[a.netns] {
+			continue
+		}
+		s := slot{kernelSlot{Cookie: a.Cookie, Word: a.word}}
+		done, err := k.retire(&s)
+		if err != nil {
+			return n, err
+		}
+		if !done {
+			continue // its close has done it
+		}
+		n++
+		s.Word |= uint64(kernelConstantSLOT_RELEASED)
+		if err := k.bury(&s); err != nil {
+			return n, err
+		}
+	}
+	return n, nil
 }
 
 // stray is a connection that may have to be adopted.
@@ -100,6 +174,7 @@ type stray struct {
 	cgroup   uint64 // where it belongs
 	pid      uint32
 	comm     string
+	word     uint64 // of its slot, once it has one
 }
 
 // strays are the connections of a dump that have no slot and that some compartment's
@@ -117,9 +192,7 @@ func strays(plan *policy.Plan, d sockets.Dump, have map[uint64]bool) []stray {
 	}
 	var all []stray
 	for _, s := range d.Sockets {
-		switch s.State {
-		case sockets.Established, sockets.SynSent, sockets.CloseWait:
-		default:
+		if !opened(s.State) {
 			continue // no descriptor holds it any more, or it is no connection
 		}
 		if have[s.Cookie] || listened[s.Local.Port()] { // accepted, not made
@@ -130,6 +203,11 @@ func strays(plan *policy.Plan, d sockets.Dump, have map[uint64]bool) []stray {
 		}
 	}
 	return all
+}
+
+// opened says of a connection's state that some descriptor holds it.
+func opened(s sockets.State) bool {
+	return s == sockets.Established || s == sockets.SynSent || s == sockets.CloseWait
 }
 
 // identify finds a process that holds each socket, and its cgroup.
@@ -241,8 +319,9 @@ func (k *Kernel) compartments(f *inForce) (map[uint64]Member, error) {
 // trueRoot is the id of the hierarchy's root, whose own processes are never refused.
 const trueRoot = 1
 
-// adopt runs the program that does it.
-func (k *Kernel) adopt(f *inForce, s stray, compartment uint32) (bool, error) {
+// adopt runs the program that does it, and returns the slot's word, 0 if it has one
+// already, or there is no room.
+func (k *Kernel) adopt(f *inForce, s stray, compartment uint32) (uint64, error) {
 	r := k.tables.routes[compartment*uint32(len(f.plan.Providers))+s.provider]
 	in := kernelAdopt{Slot: kernelSlot{
 		Cookie: s.Cookie, Netns: s.netns, BornNs: uint64(monotonic()), Addr: s.Remote.Addr().As16(), Port: s.Remote.Port(),
@@ -253,7 +332,10 @@ func (k *Kernel) adopt(f *inForce, s stray, compartment uint32) (bool, error) {
 	}
 	setText(in.Slot.Comm[:], s.comm)
 	out, err := k.runAdopt(&in)
-	return out.Done != 0, err
+	if err != nil || out.Done == 0 {
+		return 0, err
+	}
+	return out.Slot.Word, nil
 }
 
 // dropTwins retires what was adopted of a socket that has connected elsewhere in that
