@@ -360,3 +360,101 @@ func TestTwoAgentsAtOnce(t *testing.T) {
 		}
 	}
 }
+
+// Detach while clients are at work: it removes everything, nobody is refused from then on,
+// and a later start counts what is open, to the last one.
+func TestDetachUnderLoad(t *testing.T) {
+	n := newNode(t)
+	n.write(busy)
+	l := n.load()
+	before := n.state()
+	l.hold()
+	l.storm()
+	// Of UDP nothing shows what was there before, and with what is adopted tight can have
+	// more than its limit.
+	wantFound := func() {
+		t.Helper()
+		if b := n.status().find("feature chat"); b.InUse != held-1 {
+			t.Errorf("chat has %d in use, want the %d that it holds", b.InUse, held-1)
+		}
+	}
+	for round := range 4 {
+		a := n.start()
+		wantFound()
+		ids := attached(t, n.Cgroup.Path)
+		if round%2 == 1 {
+			a.kill()
+		}
+		n.must("detach")
+		n.wantDetached()
+		n.wantState(before)
+		l.calm(true)
+		wantGone(t, ids)
+		l.storm()
+		dials(t, l.holder, n.addr(1), 20, 0)
+		l.calm(false)
+		l.holder.Kill()
+		l.holder = n.place(n.Mkdir("apps/chat"))
+		l.hold()
+		l.storm()
+	}
+	n.start()
+	wantFound()
+	l.calm(true)
+	wantFound()
+	l.release()
+	n.wantNothing()
+	n.wantUnmended()
+}
+
+// Fifty reloads while clients are at work, between two policies that agree on what these
+// clients may do and on little else: every connect is judged by one of them.
+func TestReloadUnderLoad(t *testing.T) {
+	n := newNode(t)
+	// Other numbers for all that has one, another errno, a provider more, UDP or not.
+	other := strings.NewReplacer(
+		"providers:\n", "providers:\n  first: {cidrs: [@3/32], limits: {connections: 0}}\n",
+		"features:\n", "features:\n  early: {class: timely, cpu: none, limits: {connections: 1}, providers: {roomy: {connections: 0}}}\n",
+		"limits: {connections: 6}", "limits: {connections: 6, errno: EAGAIN}",
+		"limits: {connections: 60}", "limits: {connections: 50}",
+	).Replace(busy)
+	n.write(busy)
+	l := n.load()
+	n.start()
+	l.hold()
+	samples := n.sample(held, held)
+	l.storm()
+	const reloads = 50
+	for i := range reloads {
+		n.write([]string{other, busy}[i%2])
+		n.must("reload")
+	}
+	samples.end(t)
+	// Every reload is one generation: those that were asked for, and a few that the agent
+	// began itself before it was asked.
+	made := 0
+	for _, line := range n.lines() {
+		if line.Msg == "the policy is in force" {
+			made++
+			wantWords(t, line.text, fmt.Sprintf(`"generation":%d,`, made))
+		}
+	}
+	if s := n.status(); s.Generation != made || made < 1+reloads {
+		t.Errorf("generation %d, %d reloads in the log, %d asked for", s.Generation, made-1, reloads)
+	}
+	n.wantHeld(held)
+	tight, roomy := l.storms["tight"].Calm(), l.storms["roomy"].Calm()
+	if len(roomy) != 1 || roomy[0] == 0 {
+		t.Errorf("connects to the provider that has room: %v", roomy)
+	}
+	if len(tight) != 3 || tight[0] == 0 || tight[syscall.ECONNREFUSED] == 0 || tight[syscall.EAGAIN] == 0 {
+		t.Errorf("connects to the provider that is full: %v", tight)
+	}
+	if failures := n.scrape()[series("policy_reload_failures_total")]; failures != 0 {
+		t.Errorf("%v reloads failed", failures)
+	}
+	n.wantAgreement()
+	l.release()
+	n.wantNothing()
+	n.wantUnmended()
+}
