@@ -34,7 +34,11 @@ func (a *app) connsCommand() *cobra.Command {
 		Long: `Lists every connection that is counted now, oldest first: who made it, from which
 compartment to which provider, where to, for how long, and how many IP bytes,
 headers included, it has moved. The process is the one that connected; it may
-have passed the socket on, or be gone. Works while the agent is down. Needs root.`,
+have passed the socket on, or be gone. Works while the agent is down. Needs root.
+
+A connection that was open before its limits were in force was found by the agent:
+its process is the one that held it then, or 0 if none could be found, and its age
+counts from that moment.`,
 		Example: `  bulkhead conns
   bulkhead conns -o json | jq 'group_by(.feature) | map({(.[0].feature): length}) | add'`,
 		Args: noArgs,

@@ -5,10 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
 
+	"bulkhead/internal/agent"
 	"bulkhead/pkg/cgroup"
 	"bulkhead/pkg/conn"
 )
@@ -75,10 +77,51 @@ func (a *app) examine(ctx context.Context) []finding {
 		}
 		out = append(out, row)
 	}
+	if slices.ContainsFunc(out, func(f finding) bool { return f.Name == "bpffs" && f.OK }) {
+		out = append(out, persistence(a.bpffs))
+	}
+	if f, ok := room(where); ok {
+		out = append(out, f)
+	}
 	if tree != nil {
 		out = append(out, controllerFindings(tree)...)
 	}
 	return append(out, a.neighbours(ctx, where)...)
+}
+
+// persistence says whether the pins outlive the mount namespace that we are in.
+func persistence(bpffs string) finding {
+	f := finding{Name: "bpffs on the host", Cost: "limits end with this mount namespace: with the container, or the unit", Cure: agent.PrivateCure}
+	switch agent.PinsPersist(bpffs) {
+	case agent.Persists:
+		f.OK, f.Detail = true, "process 1 has it mounted too"
+	case agent.Private:
+		f.Detail = "only this mount namespace has it"
+	default:
+		f.OK, f.Detail = true, "not known: process 1 of the host is not seen from here"
+	}
+	return f
+}
+
+// room says whether the table of connections has had room for all; ok is false if nothing
+// is in force, or it cannot be read.
+func room(where conn.Options) (f finding, ok bool) {
+	r, err := conn.OpenReader(where)
+	if err != nil {
+		return f, false
+	}
+	defer r.Close()
+	t, err := r.Totals()
+	if err != nil {
+		return f, false
+	}
+	f = finding{Name: "connection table", OK: t.SlotsFull == 0, Detail: fmt.Sprintf("room for %d", t.SlotsMax),
+		Cost: "they were let through uncounted, or refused if the policy said exhausted: refuse",
+		Cure: "bulkhead detach, then start the agent with a larger --max-connections"}
+	if !f.OK {
+		f.Detail = fmt.Sprintf("%d connections found no room or no memory since it was made; room for %d", t.SlotsFull, t.SlotsMax)
+	}
+	return f, true
 }
 
 func controllerFindings(tree *cgroup.Tree) []finding {
@@ -106,13 +149,13 @@ func controllerFindings(tree *cgroup.Tree) []finding {
 // neighbours looks at who else is there: the agent, and programs of others on
 // our hooks.
 func (a *app) neighbours(ctx context.Context, where conn.Options) []finding {
-	agent := finding{Name: "agent", Cost: "limits stay in force as they are; nothing reloads, adopts or reconciles", Cure: "bulkhead agent --policy FILE"}
+	running := finding{Name: "agent", Cost: "limits stay in force as they are; nothing reloads, adopts or reconciles", Cure: "bulkhead agent --policy FILE"}
 	if info, err := a.client().Info(ctx); err == nil {
-		agent.OK, agent.Detail = true, fmt.Sprintf("pid %d, version %s", info.PID, info.Version)
+		running.OK, running.Detail = true, fmt.Sprintf("pid %d, version %s", info.PID, info.Version)
 	} else {
-		agent.Detail = err.Error()
+		running.Detail = err.Error()
 		if errors.Is(err, os.ErrPermission) {
-			agent.Cost, agent.Cure = "unknown", "run doctor as root"
+			running.Cost, running.Cure = "unknown", "run doctor as root"
 		}
 	}
 	others := finding{Name: "other programs", OK: true, Detail: "none on our hooks",
@@ -134,7 +177,7 @@ func (a *app) neighbours(ctx context.Context, where conn.Options) []finding {
 	if len(foreign) > 0 {
 		others.OK, others.Detail = false, strings.Join(foreign, ", ")
 	}
-	return []finding{agent, others}
+	return []finding{running, others}
 }
 
 func (a *app) printFindings(findings []finding) error {

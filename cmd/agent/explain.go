@@ -293,6 +293,12 @@ func (e *explainer) route(comp, provider uint32) error {
 			return err
 		}
 	}
+	if p := plan.Providers[provider]; p.UDP {
+		e.say("  a UDP socket that has exchanged no datagram with it for %s gives its place back, unless it is connected", age(p.Idle))
+	}
+	if t := e.snap.Totals; t.SlotsFull > 0 && !r.CountOnly {
+		e.say("  the table of connections has had no room or no memory for %d (room for %d, %d in it now): %s", t.SlotsFull, t.SlotsMax, t.Slots, noRoom(plan, r))
+	}
 	for _, f := range e.snap.Refusals {
 		if f.Feature != c.Feature || f.Tenant != c.Tenant || f.Provider != name {
 			continue
@@ -305,6 +311,18 @@ func (e *explainer) route(comp, provider uint32) error {
 			age(time.Since(f.Time)), f.PID, f.Comm, f.Remote, what, f.Bulkhead, f.Reason, f.Limit, e.inAll(f.Bulkhead))
 	}
 	return nil
+}
+
+// noRoom is what becomes of a connection on the route that finds no room in the table.
+func noRoom(plan *policy.Plan, r policy.Route) string {
+	if plan.Exhausted == policy.ExhaustedRefuse && plan.Mode == policy.Enforce {
+		for _, i := range r.Holds {
+			if b := plan.Bulkheads[i]; b.Limit != policy.Unlimited {
+				return fmt.Sprintf("one that finds none is refused, on %s (exhausted: refuse)", b.Key)
+			}
+		}
+	}
+	return "one that finds none is let through uncounted"
 }
 
 // inAll is how many a bulkhead refused, and how many it would have refused in

@@ -112,9 +112,10 @@ Memory and quotas are the kernel's own, with all below.
 
 Each condition is a shortfall: {type, status, reason, message}. With --check the
 exit code is 1 if anything needs attention: the agent is not running, nothing is
-in force, programs are not attached or cannot be looked at, the last reload was
-refused, CPU or memory values that the policy asks for are not in force, slots
-ran out, or counts went wrong. Informative conditions do not count: Errno (this
+in force or another release of bulkhead is, programs are not attached or cannot be
+looked at, pins were removed and cannot be put back, the last reload was refused,
+CPU or memory values that the policy asks for are not in force, slots ran out, or
+counts went wrong. Informative conditions do not count: Errno (this
 kernel fails connect() with EPERM whatever the policy says), Programs (others
 have programs on our hooks), Namespaces (some sockets could not be looked at),
 Slices (a feature left the policy and its processes are still running).`,
@@ -182,6 +183,12 @@ func (a *app) status(ctx context.Context) (*status, error) {
 	snap, err := snapshot(ctx, where)
 	if errors.Is(err, conn.ErrNotLoaded) {
 		s.Conditions = append(s.Conditions, shortfall(condLoaded, "NotLoaded", "%v", err))
+		return s, nil
+	}
+	if errors.Is(err, conn.ErrOtherRelease) {
+		// What it says of itself is true of what is in force; the counts we cannot read.
+		s.Generation, s.PolicyHash = info.Generation, info.PolicyHash
+		s.Conditions = append(append(s.Conditions, info.Conditions...), shortfall(condLoaded, "OtherRelease", "this is bulkhead %s, which cannot read it: %v", build().Version, err))
 		return s, nil
 	}
 	if err != nil {
@@ -390,7 +397,7 @@ func kernelConditions(snap *conn.Snapshot, where conn.Options, cgroups []string)
 	}
 	t := snap.Totals
 	if t.SlotsFull > 0 {
-		out = append(out, shortfall(condSlots, "Full", "%d connections were let through uncounted because there was no room or no memory for their slot (%d at most)", t.SlotsFull, t.SlotsMax))
+		out = append(out, shortfall(condSlots, "Full", "%d connections found no room or no memory for their slot (%d at most): they were let through uncounted, or refused if the policy said exhausted: refuse", t.SlotsFull, t.SlotsMax))
 	}
 	if t.Uncounted > 0 {
 		out = append(out, shortfall(condCounts, "Uncounted", "%d connections were let through uncounted because an old entry of their socket did not go away", t.Uncounted))
@@ -440,10 +447,15 @@ func (s *status) table(w io.Writer) error {
 	if s.Generation > 0 {
 		policyText = fmt.Sprintf("generation %d, mode %s, %s", s.Generation, s.Mode, s.PolicyHash)
 	}
+	for _, c := range s.Conditions {
+		if c.Type == condLoaded && c.Reason == "OtherRelease" {
+			policyText = "in force, of another release of bulkhead"
+		}
+	}
 	if err := table(w, []string{"agent", agentText}, []string{"policy", policyText}); err != nil {
 		return err
 	}
-	if s.Generation > 0 {
+	if len(s.Compartments) > 0 {
 		fmt.Fprintln(w)
 		if err := table(w, s.bulkheadRows()...); err != nil {
 			return err

@@ -65,10 +65,10 @@ type agent struct {
 	generation uint32
 	placement  placement
 
-	setup, values, reconcile []cgroup.Condition
-	draining                 string
-	complaints               map[string]string
-	told                     told
+	setup, values, reconcile, pins []cgroup.Condition
+	draining                       string
+	complaints                     map[string]string
+	told                           told
 
 	tried    string // content hash that was tried last, "" if that is not known
 	last     Outcome
@@ -102,6 +102,11 @@ func Run(ctx context.Context, o Options) (err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 
+	starting, err := startAlone(ctx, o.BPFFS)
+	if err != nil {
+		return err
+	}
+	defer starting.Close()
 	// Asked before anything is changed or listened on: "address in use" would be
 	// true, and hide why, and the ready file may be that agent's.
 	if pid, ok := conn.Holder(conn.Options{BPFFS: o.BPFFS}); ok {
@@ -141,6 +146,10 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	defer a.kernel.Close()
+	starting.Close() // who comes now finds the pins locked, and by whom
+	if PinsPersist(o.BPFFS) == Private {
+		a.log.Warn("only this mount namespace has the bpf file system: the limits end with it", "bpffs", o.BPFFS, "cure", PrivateCure)
+	}
 	if n := a.kernel.MaxSlots(); o.MaxConnections != 0 && n != o.MaxConnections {
 		a.log.Warn("the table of connections that is in force keeps its size; bulkhead detach and a new start change it",
 			"max_connections", n, "asked_for", o.MaxConnections)
@@ -312,7 +321,7 @@ func (a *agent) reconcileOnce(ctx context.Context) {
 
 // publish makes what the owner knows readable for others.
 func (a *agent) publish() {
-	conds := slices.Concat(a.setup, a.values, a.reconcile)
+	conds := slices.Concat(a.setup, a.values, a.reconcile, a.pins)
 	if a.draining != "" {
 		conds = append(conds, cgroup.Condition{Type: "Slices", Status: "False", Reason: "Draining",
 			Message: "not in the policy any more, and still with processes: " + a.draining})

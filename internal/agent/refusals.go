@@ -18,11 +18,18 @@ type told map[route]conn.Refusal
 
 type route struct{ feature, tenant, provider string }
 
+// newRefusal is one that was not told before, and how many more there were on its route
+// since the one that was told last, which have no line of their own.
+type newRefusal struct {
+	conn.Refusal
+	more uint64
+}
+
 // news returns the refusals that were not told before, oldest first, and
 // remembers them. A route's entry in the kernel stays until the next one, so
 // every reading sees it again.
-func (t told) news(refusals []conn.Refusal) []conn.Refusal {
-	var out []conn.Refusal
+func (t told) news(refusals []conn.Refusal) []newRefusal {
+	var out []newRefusal
 	for i := len(refusals) - 1; i >= 0; i-- { // newest first
 		r := refusals[i]
 		key := route{r.Feature, r.Tenant, r.Provider}
@@ -31,13 +38,17 @@ func (t told) news(refusals []conn.Refusal) []conn.Refusal {
 			continue
 		}
 		t[key] = r
-		out = append(out, r)
+		more := r.Total - 1
+		if last.Total < r.Total { // else the route was forgotten meanwhile, and is new
+			more -= last.Total
+		}
+		out = append(out, newRefusal{r, more})
 	}
 	return out
 }
 
 // logRefusal writes the one line that a refusal gets.
-func logRefusal(log *slog.Logger, r conn.Refusal) {
+func logRefusal(log *slog.Logger, r newRefusal) {
 	// The route's own total has both kinds in one; the bulkhead's are apart.
 	msg, limit, total := "refused", any(uint32(r.Limit)), r.Refused
 	if r.Observed {
@@ -54,5 +65,5 @@ func logRefusal(log *slog.Logger, r conn.Refusal) {
 			"scope", r.Bulkhead.Scope.String(), "feature", r.Bulkhead.Feature,
 			"tenant", r.Bulkhead.Tenant, "provider", r.Bulkhead.Provider),
 		"limit", limit, "reason", r.Reason, "errno", policy.ErrnoName(r.Errno),
-		"at", r.Time.Format(time.RFC3339Nano), "total", total)
+		"at", r.Time.Format(time.RFC3339Nano), "total", total, "more", r.more)
 }

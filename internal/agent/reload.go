@@ -262,13 +262,32 @@ func (a *agent) tellFull(t conn.Totals, now time.Time) {
 	if t.SlotsFull <= a.full || now.Sub(a.fullTold) < tellFullEvery {
 		return
 	}
-	a.log.Warn("connections were let through uncounted: there was no room or no memory for their slots; bulkhead detach and a new start with a larger --max-connections make room",
+	a.log.Warn("connections were let through uncounted, or refused if the policy says exhausted: refuse: there was no room or no memory for their slots; bulkhead detach and a new start with a larger --max-connections make room",
 		"connections", t.SlotsFull-a.full, "max_connections", t.SlotsMax)
 	a.full, a.fullTold = t.SlotsFull, now
 }
 
+// repin puts back pins that somebody has removed: without them limits end with the agent,
+// and no command finds what is in force.
+func (a *agent) repin() {
+	again, err := a.kernel.Repin()
+	a.complain("pin again what somebody has removed from "+a.o.BPFFS, err)
+	if again {
+		a.log.Warn("somebody had removed pins; they are there again, and the limits have held meanwhile", "bpffs", a.o.BPFFS)
+	}
+	before := a.pins
+	a.pins = nil
+	if err != nil {
+		a.pins = []cgroup.Condition{condition("Pins", "Missing", fmt.Errorf("limits hold only while this agent runs: %w", err))}
+	}
+	if !slices.Equal(before, a.pins) {
+		a.publish()
+	}
+}
+
 // tick is done every second: cgroups come and go, refusals happen, commands end.
 func (a *agent) tick() {
+	a.repin()
 	refusals, err := a.reader.Refusals()
 	a.complain("read refusals", err)
 	for _, r := range a.told.news(refusals) {

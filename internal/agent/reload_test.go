@@ -3,6 +3,7 @@ package agent
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -168,15 +169,16 @@ func TestTellFull(t *testing.T) {
 func TestTotalsApart(t *testing.T) {
 	for observed, want := range map[bool]string{false: `"msg":"refused"`, true: `"msg":"would be refused"`} {
 		var out bytes.Buffer
-		logRefusal(slog.New(slog.NewJSONHandler(&out, nil)), conn.Refusal{Observed: observed, Total: 8, Refused: 5, WouldRefuse: 3})
-		total := map[bool]string{false: `"total":5}`, true: `"total":3}`}[observed]
+		logRefusal(slog.New(slog.NewJSONHandler(&out, nil)), newRefusal{Refusal: conn.Refusal{Observed: observed, Total: 8, Refused: 5, WouldRefuse: 3}, more: 6})
+		total := map[bool]string{false: `"total":5,"more":6}`, true: `"total":3,"more":6}`}[observed]
 		if !strings.Contains(out.String(), want) || !strings.Contains(out.String(), total) {
 			t.Errorf("want %s and %s in %s", want, total, &out)
 		}
 	}
 }
 
-// TestRefusalsAreTold: each once, oldest first, whatever the clock's jitter.
+// TestRefusalsAreTold: each once, oldest first, whatever the clock's jitter, and
+// with how many there were that are not told.
 func TestRefusalsAreTold(t *testing.T) {
 	at := time.Now()
 	r := func(feature string, after time.Duration, total uint64) conn.Refusal {
@@ -187,16 +189,18 @@ func TestRefusalsAreTold(t *testing.T) {
 		read []conn.Refusal // newest first
 		want []string
 	}{
-		{[]conn.Refusal{r("a", 2*time.Millisecond, 1), r("b", 0, 5)}, []string{"b", "a"}},
+		{[]conn.Refusal{r("a", 2*time.Millisecond, 1), r("b", 0, 5)}, []string{"b 4", "a 0"}},
 		{[]conn.Refusal{r("a", 2*time.Millisecond, 1), r("b", 0, 5)}, nil},
 		// Others were refused meanwhile and not told of; the same one is read,
 		// at a time that differs by the clocks' jitter.
 		{[]conn.Refusal{r("a", 3*time.Millisecond, 40), r("b", 0, 5)}, nil},
-		{[]conn.Refusal{r("a", time.Second, 41), r("b", 0, 5)}, []string{"a"}},
+		{[]conn.Refusal{r("a", time.Second, 41), r("b", 0, 5)}, []string{"a 39"}},
+		// The route left the policy and has come back.
+		{[]conn.Refusal{r("a", 3*time.Second, 2), r("b", 0, 5)}, []string{"a 1"}},
 	} {
 		var got []string
 		for _, n := range told.news(step.read) {
-			got = append(got, n.Feature)
+			got = append(got, fmt.Sprint(n.Feature, " ", n.more))
 		}
 		if !slices.Equal(got, step.want) {
 			t.Errorf("step %d: told %v, want %v", i, got, step.want)

@@ -93,7 +93,7 @@ func newDescs() descs {
 		current:     desc("concurrent_current", "Connections that hold the bulkhead now. One connection holds one bulkhead of each scope on its route: fix scope before summing.", bulkhead...),
 		max:         desc("max_concurrent", "Limit of the bulkhead; absent when unlimited.", bulkhead...),
 		accepted:    desc("accepted_total", "Connections that were let through the bulkhead.", bulkhead...),
-		rejected:    desc("rejected_total", "Connections that were refused because the bulkhead was full, or contended; counted on the most specific full one.", reason...),
+		rejected:    desc("rejected_total", "Connections that were refused, by reason: full, counted on the most specific bulkhead that was; contended, which lost every race for its last places; exhausted, for which there was no room to be counted where the policy says exhausted: refuse, on the most specific that has a limit.", reason...),
 		wouldReject: desc("would_reject_total", "Connections that mode observe let through and mode enforce would have refused.", reason...),
 		bytes:       desc("bytes_total", "IP bytes, headers included, that a compartment exchanged with a provider; absent where bytes are not counted.", append(slices.Clone(route), "direction")...),
 		connections: desc("connections_total", "Connections of a compartment to a provider that were let through.", route...),
@@ -115,7 +115,7 @@ func newDescs() descs {
 
 		slots:          desc("slots", "Connections that hold a slot now."),
 		slotsMax:       desc("slots_max", "Connections that can hold a slot at one time."),
-		slotsFull:      desc("slots_full_total", "Connections that were let through uncounted because there was no room for their slot."),
+		slotsFull:      desc("slots_full_total", "Connections that found no room for their slot: let through uncounted, or refused where the policy says exhausted: refuse."),
 		underflow:      desc("underflow_total", "Releases that found a count of zero. Anything but 0 is a bug in bulkhead."),
 		uncounted:      desc("uncounted_total", "Connections that were let through uncounted because an old entry of their socket did not go away in time; expected to stay 0."),
 		refusedEarlier: desc("refused_earlier_total", "Connections that another program on the same hook had refused before bulkhead looked."),

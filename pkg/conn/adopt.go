@@ -45,42 +45,38 @@ func (k *Kernel) Adopt(ctx context.Context) (Adopted, error) {
 	if f == nil {
 		return Adopted{}, ErrNoPlan
 	}
-	slots, err := readSlots(k.coll.Maps)
-	if err != nil {
-		return Adopted{}, err
-	}
-	found, out, err := k.o.strays(ctx, f.plan, f.members, slots)
+	found, out, err := k.o.strays(ctx, f.plan, f.members, func() ([]slot, error) { return readSlots(k.coll.Maps) })
 	if err != nil || len(found) == 0 {
 		return out, err
 	}
+	var adopted []stray
 	for _, s := range found {
-		done, err := k.adopt(f, s)
-		if err != nil {
+		if s.word, err = k.adopt(f, s); err != nil {
 			return out, err
 		}
-		if done {
-			out.Slots++
+		if s.word != 0 {
+			adopted = append(adopted, s)
 		}
 	}
-	return out, k.dropTwins()
+	ghosts, err := k.dropGhosts(ctx, adopted)
+	out.Slots = len(adopted) - ghosts
+	return out, errors.Join(err, k.dropTwins())
 }
 
 // Existing says how many connections there are that Adopt would count if a plan came into
 // force with these members, by bulkhead, without changing anything.
 func Existing(ctx context.Context, o Options, plan *policy.Plan, members []Member) (map[policy.Key]uint32, error) {
-	var slots []slot
-	r, err := OpenReader(o)
-	switch {
-	case err == nil:
-		slots, err = readSlots(r.maps)
-		r.Close()
-	case errors.Is(err, ErrNotLoaded), errors.Is(err, ErrOtherRelease):
-		err = nil
-	}
-	if err != nil {
-		return nil, err
-	}
-	found, _, err := o.strays(ctx, plan, members, slots)
+	found, _, err := o.strays(ctx, plan, members, func() ([]slot, error) {
+		r, err := OpenReader(o)
+		if errors.Is(err, ErrNotLoaded) || errors.Is(err, ErrOtherRelease) {
+			return nil, nil
+		}
+		if err != nil {
+			return nil, err
+		}
+		defer r.Close()
+		return readSlots(r.maps)
+	})
 	if err != nil {
 		return nil, err
 	}
@@ -102,16 +98,86 @@ type stray struct {
 	cgroup      uint64 // where it belongs
 	pid         uint32
 	comm        string
+	word        uint64 // of its slot, once it has one
+}
+
+// sighting is what two looks at the namespaces of strays saw.
+type sighting struct {
+	seen   map[uint64]bool // cookies of sockets that are open, in either
+	unsure map[uint64]bool // cookies of namespaces: a look was not complete
+}
+
+// look looks for strays in their namespaces; a second time for those that it did not see,
+// since a dump of a busy table may pass one by.
+func look(ctx context.Context, all []stray) sighting {
+	s := sighting{map[uint64]bool{}, map[uint64]bool{}}
+	for range 2 {
+		wanted := map[uint64]struct{}{}
+		for _, a := range all {
+			if !s.seen[a.Cookie] {
+				wanted[a.netns] = struct{}{}
+			}
+		}
+		if len(wanted) == 0 {
+			break
+		}
+		for _, d := range sockets.ReadAll(ctx, wanted, unix.IPPROTO_TCP) {
+			delete(wanted, d.Cookie)
+			if !d.Complete {
+				s.unsure[d.Cookie] = true
+			}
+			for cookie, so := range d.Sockets {
+				// One that is closed and says goodbye has no inode any more (sock_orphan,
+				// include/net/sock.h).
+				s.seen[cookie] = s.seen[cookie] || opened(so.State) || so.Inode != 0
+			}
+		}
+		for netns := range wanted {
+			s.unsure[netns] = true
+		}
+	}
+	return s
+}
+
+// dropGhosts gives back what was adopted of sockets that closed before their slot was
+// there: no hook will. It returns how many.
+func (k *Kernel) dropGhosts(ctx context.Context, adopted []stray) (n int, err error) {
+	alive := look(ctx, adopted)
+	for _, a := range adopted {
+		if alive.seen[a.Cookie] || alive.unsure[a.netns] {
+			continue
+		}
+		s := slot{kernelSlot{Cookie: a.Cookie, Word: a.word}}
+		done, err := k.retire(&s)
+		if err != nil {
+			return n, err
+		}
+		if !done {
+			continue // its close has done it
+		}
+		n++
+		s.Word |= uint64(kernelConstantSLOT_RELEASED)
+		if err := k.bury(&s); err != nil {
+			return n, err
+		}
+	}
+	return n, nil
 }
 
 // strays are the connections that have no slot and that a plan would have given one.
-func (o Options) strays(ctx context.Context, plan *policy.Plan, members []Member, slots []slot) (all []stray, out Adopted, err error) {
+func (o Options) strays(ctx context.Context, plan *policy.Plan, members []Member, read func() ([]slot, error)) (all []stray, out Adopted, err error) {
+	dumps, hidden := sockets.ReadEvery(ctx, unix.IPPROTO_TCP)
+	out.Hidden = hidden
+	// Read behind the dump: what the dump saw and our programs know has its slot by now,
+	// or is closed.
+	slots, err := read()
+	if err != nil {
+		return nil, out, err
+	}
 	have := make(map[uint64]bool, len(slots))
 	for _, s := range slots {
 		have[s.Cookie] = true
 	}
-	dumps, hidden := sockets.ReadEvery(ctx, unix.IPPROTO_TCP)
-	out.Hidden = hidden
 	var found []stray
 	for _, d := range dumps {
 		if !d.Complete {
@@ -128,7 +194,13 @@ func (o Options) strays(ctx context.Context, plan *policy.Plan, members []Member
 		return nil, out, err
 	}
 	identify(found)
+	// What is seen again now, and had no slot in between, has none: on a busy node most
+	// of what was found had one and is closed.
+	alive := look(ctx, found)
 	for _, s := range found {
+		if !alive.seen[s.Cookie] {
+			continue
+		}
 		c, ok := places[s.cgroup]
 		if !ok {
 			out.Unplaced++
@@ -158,9 +230,7 @@ func candidates(plan *policy.Plan, d sockets.Dump, have map[uint64]bool) []stray
 	}
 	var all []stray
 	for _, s := range d.Sockets {
-		switch s.State {
-		case sockets.Established, sockets.SynSent, sockets.CloseWait:
-		default:
+		if !opened(s.State) {
 			continue // no descriptor holds it any more, or it is no connection
 		}
 		if have[s.Cookie] || listened[s.Local.Port()] { // accepted, not made
@@ -171,6 +241,11 @@ func candidates(plan *policy.Plan, d sockets.Dump, have map[uint64]bool) []stray
 		}
 	}
 	return all
+}
+
+// opened says of a connection's state that some descriptor holds it.
+func opened(s sockets.State) bool {
+	return s == sockets.Established || s == sockets.SynSent || s == sockets.CloseWait
 }
 
 // identify finds a process that holds each socket, and its cgroup.
@@ -282,8 +357,9 @@ func (o Options) compartments(members []Member) (map[uint64]Member, error) {
 // trueRoot is the id of the hierarchy's root, whose own processes are never refused.
 const trueRoot = 1
 
-// adopt runs the program that does it.
-func (k *Kernel) adopt(f *inForce, s stray) (bool, error) {
+// adopt runs the program that does it, and returns the slot's word, 0 if it has one
+// already, or there is no room.
+func (k *Kernel) adopt(f *inForce, s stray) (uint64, error) {
 	r := k.tables.routes[s.compartment*uint32(len(f.plan.Providers))+s.provider]
 	in := kernelAdopt{Slot: kernelSlot{
 		Cookie: s.Cookie, Netns: s.netns, BornNs: uint64(monotonic()), Addr: s.Remote.Addr().As16(), Port: s.Remote.Port(),
@@ -294,7 +370,10 @@ func (k *Kernel) adopt(f *inForce, s stray) (bool, error) {
 	}
 	setText(in.Slot.Comm[:], s.comm)
 	out, err := k.runAdopt(&in)
-	return out.Done != 0, err
+	if err != nil || out.Done == 0 {
+		return 0, err
+	}
+	return out.Slot.Word, nil
 }
 
 // dropTwins retires what was adopted of a socket that has connected elsewhere in that

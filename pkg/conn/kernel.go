@@ -601,13 +601,8 @@ func (k *Kernel) detachUDP() error {
 
 // publish pins what was loaded: aside, then with one rename in its place.
 func (k *Kernel) publish() (err error) {
-	aside := filepath.Join(k.o.dir(), staging+strconv.Itoa(os.Getpid()))
-	if err := os.Mkdir(aside, 0o700); err != nil {
-		return fmt.Errorf("pin directory: %w", err)
-	}
 	defer func() {
 		if err != nil {
-			os.RemoveAll(aside)
 			for name, l := range k.links {
 				l.Close()
 				delete(k.links, name)
@@ -617,23 +612,116 @@ func (k *Kernel) publish() (err error) {
 	if err := writeLayout(k.coll.Maps[kernelMapLayout]); err != nil {
 		return err
 	}
-	for name, m := range k.coll.Maps {
-		if !isPinned(name) {
-			continue
-		}
-		if err := m.Pin(filepath.Join(aside, name)); err != nil {
-			return fmt.Errorf("pin map %s: %w", name, err)
-		}
+	if err := k.pinAll(); err != nil {
+		return err
 	}
-	for name, l := range k.links {
-		if err := l.Pin(filepath.Join(aside, name)); err != nil {
+	k.pinned = true
+	return nil
+}
+
+// pinAll makes the pin directory.
+func (k *Kernel) pinAll() (err error) {
+	aside := filepath.Join(k.o.dir(), staging+strconv.Itoa(os.Getpid()))
+	if err := os.Mkdir(aside, 0o700); err != nil {
+		return fmt.Errorf("pin directory: %w", err)
+	}
+	defer func() {
+		if err != nil {
+			os.RemoveAll(aside)
+		}
+	}()
+	for name, p := range k.pinnable() {
+		if err := p.Pin(filepath.Join(aside, name)); err != nil {
 			return fmt.Errorf("pin %s: %w", name, err)
 		}
 	}
 	if err := os.Rename(aside, k.o.pins()); err != nil {
 		return fmt.Errorf("publish the pins: %w", err)
 	}
-	k.pinned = true
+	return nil
+}
+
+// pinner is a map or a link.
+type pinner interface {
+	Pin(path string) error
+	Unpin() error
+}
+
+// pinnable is all that outlives this process, by the name of its pin.
+func (k *Kernel) pinnable() map[string]pinner {
+	all := map[string]pinner{}
+	for name, m := range k.coll.Maps {
+		if isPinned(name) {
+			all[name] = m
+		}
+	}
+	for name, l := range k.links {
+		all[name] = l
+	}
+	return all
+}
+
+// Repin pins again what somebody has removed by hand, and says whether anything was.
+// While this process lives, its links and maps are in force without their pins. The
+// lock is taken again if its directory is gone; somebody else who has it then is a
+// BusyError.
+func (k *Kernel) Repin() (bool, error) {
+	if !k.pinned {
+		return false, nil
+	}
+	entries, err := os.ReadDir(k.o.pins())
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return false, fmt.Errorf("pin directory: %w", err)
+	}
+	missing := k.pinnable()
+	for _, e := range entries {
+		delete(missing, e.Name())
+	}
+	if len(missing) == 0 {
+		return false, nil
+	}
+	if err := k.o.checkBPFFS(); err != nil {
+		return false, err
+	}
+	if err := k.relock(); err != nil {
+		return false, err
+	}
+	for name, p := range missing {
+		// Or it would take itself for pinned: it remembers its path.
+		if err := p.Unpin(); err != nil {
+			return false, fmt.Errorf("pin %s again: %w", name, err)
+		}
+	}
+	if len(entries) == 0 {
+		// With one rename, as at first: a start never finds half of it.
+		if err := os.Remove(k.o.pins()); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return false, fmt.Errorf("pin directory: %w", err)
+		}
+		return true, k.pinAll()
+	}
+	for name, p := range missing {
+		if err := p.Pin(filepath.Join(k.o.pins(), name)); err != nil {
+			return true, fmt.Errorf("pin %s again: %w", name, err)
+		}
+	}
+	return true, nil
+}
+
+// relock takes the lock again if the directory that it is of has been removed.
+func (k *Kernel) relock() error {
+	held, err := k.lock.Stat()
+	if err != nil {
+		return fmt.Errorf("pin directory: %w", err)
+	}
+	if there, err := os.Stat(k.o.dir()); err == nil && os.SameFile(held, there) {
+		return nil
+	}
+	lock, err := k.o.lock()
+	if err != nil {
+		return err
+	}
+	k.lock.Close()
+	k.lock = lock
 	return nil
 }
 
