@@ -18,9 +18,9 @@ type Program struct {
 	// Cgroup is the directory that it is attached to, if that is below the root: it runs
 	// before those at the root, for all that is in it.
 	Cgroup string
-	ID   uint32
-	Name string // "" if it may not be asked for (needs CAP_SYS_ADMIN)
-	Ours bool
+	ID     uint32
+	Name   string // "" if it may not be asked for (needs CAP_SYS_ADMIN)
+	Ours   bool
 }
 
 // Attachment is what is attached at the root, measured by what the generation in
