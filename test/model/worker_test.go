@@ -358,10 +358,10 @@ func manyMain() int {
 	for range manySlots {
 		fd, err := newSocket(TCP4)
 		if err == nil {
-			err = unix.Connect(fd, &unix.SockaddrInet4{Port: int(roomy.Port()), Addr: roomy.Addr().As4()})
+			err = unix.Connect(fd, &unix.SockaddrInet4{Port: int(nowhere.Port()), Addr: nowhere.Addr().As4()})
 		}
 		if !errors.Is(err, unix.ENETUNREACH) {
-			fmt.Fprintf(os.Stderr, "connect to %s: %v\n", roomy, err)
+			fmt.Fprintf(os.Stderr, "connect to %s: %v\n", nowhere, err)
 			return 1
 		}
 	}
