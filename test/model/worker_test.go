@@ -273,10 +273,11 @@ func fork(fd int) (int, error) {
 
 // A storm is so many times: sockets are opened until one is refused, or there are so
 // many, and closed. For each, two threads do the same at the same moment: each connects a
-// TCP socket of its own, or sends through one UDP socket.
+// TCP socket of its own, or sends through one UDP socket, which is closed at once.
 const (
 	storms    = 8
-	stormMost = 8 // sockets
+	stormMost = 8  // sockets at a time
+	stormUDP  = 48 // sockets, one after the other
 )
 
 func storm(c call) (refused int, err error) {
@@ -298,7 +299,7 @@ func storm(c call) (refused int, err error) {
 	var ready atomic.Int32
 	meet := func(n int32) {
 		ready.Add(1)
-		for spins := 0; ready.Load() < n && spins < 100_000; spins++ {
+		for spins := 0; ready.Load() < n && spins < 30_000; spins++ {
 		}
 	}
 	tries, results := make(chan try), make(chan bool)
@@ -317,7 +318,7 @@ func storm(c call) (refused int, err error) {
 	n := int32(0)
 	for range storms {
 		var fds []int
-		for full := false; !full && len(fds) < stormMost && err == nil; {
+		for lives, full := 0, false; !full && len(fds) < stormMost && lives < stormUDP && err == nil; lives++ {
 			var pair [2]int
 			if pair[0], err = stormSocket(c); err != nil {
 				break
@@ -337,6 +338,10 @@ func storm(c call) (refused int, err error) {
 					full = true
 					refused++
 				}
+			}
+			if c.Sock.udp() {
+				unix.Close(pair[0])
+				fds = nil
 			}
 		}
 		for _, fd := range fds {
