@@ -153,6 +153,9 @@ func (g *generator) thread(w, l uint8) Op {
 		o.Kind, o.Sock = Storm, Sock(1+g.n(int(UDPMapped)))
 		o.Dest, o.D2 = g.dest(made{kind: o.Sock}), g.dest(made{kind: o.Sock})
 		if g.one(2) {
+			o.Dest = roomy(o.Sock)
+		}
+		if !g.one(4) {
 			o.D2 = o.Dest
 		}
 		return o
@@ -197,6 +200,13 @@ func (g *generator) thread(w, l uint8) Op {
 		o.Dest = g.dest(m)
 	}
 	return o
+}
+
+// roomy is the destination where most storms are not refused.
+func roomy(s Sock) uint8 {
+	return uint8(slices.IndexFunc(dests, func(d destination) bool {
+		return d.Provider == "roomy" && d.Addr.Addr().Is6() == s.v6only()
+	}))
 }
 
 // dest is one that the socket has addresses for.

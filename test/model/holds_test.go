@@ -481,7 +481,7 @@ func (s *sock) slotTo(provider string) *hold {
 // refused checks a refusal: some bulkhead may have been full.
 func (m *model) refused(f *flight) error {
 	if f.want == nil {
-		return fmt.Errorf("%s: refused, where nothing is limited", f.op)
+		return fmt.Errorf("%s (%s): refused, where nothing is limited", f.op, f.op.Sock)
 	}
 	var err error
 	for _, b := range f.want.bulkheads {

@@ -156,7 +156,8 @@ const (
 	closedPort = 9
 )
 
-// dests: providers a and b are on loopback, c is behind the wire, other is nobody's.
+// dests: providers a and b are on loopback, c is behind the wire, other is nobody's. There
+// is always room at roomy for many.
 var dests = []destination{
 	to("127.1.0.1:80", "a", open, false),
 	to("127.1.0.1:9", "a", refusing, false),
@@ -168,6 +169,7 @@ var dests = []destination{
 	to("10.79.1.1:80", "c", hole, true),
 	to("192.0.2.1:80", "a", unreachable, false),
 	to("192.0.2.129:80", "b", unreachable, false),
+	to("127.4.0.1:80", "roomy", open, false),
 	to("127.3.0.1:80", policy.OtherProvider, open, false),
 	to("127.3.0.1:9", policy.OtherProvider, refusing, false),
 	to("198.51.100.1:80", policy.OtherProvider, unreachable, false),
@@ -181,12 +183,13 @@ var dests = []destination{
 	to("[fd79:1::1]:80", "c", hole, true),
 	to("[2001:db8:1::1]:80", "a", unreachable, false),
 	to("[2001:db8:2::1]:80", "b", unreachable, false),
+	to("[fd00:4::1]:80", "roomy", open, false),
 	to("[fd00:3::1]:80", policy.OtherProvider, open, false),
 	to("[2001:db8:3::1]:80", policy.OtherProvider, unreachable, false),
 }
 
-// roomy is of a provider without a limit, and unreachable.
-var roomy = netip.MustParseAddrPort("203.0.113.1:80")
+// nowhere is unreachable, and roomy's.
+var nowhere = netip.MustParseAddrPort("203.0.113.1:80")
 
 // policyText has the limits of one plan: of a, b, c, features f and g, f's tenant t, g at
 // a, and default.
@@ -195,7 +198,7 @@ func policyText(limit [8]int) string {
 kind: Policy
 mode: enforce
 providers:
-  roomy: {cidrs: [203.0.113.0/24]}
+  roomy: {cidrs: [203.0.113.0/24, 127.4.0.0/16, "fd00:4::/32"], protocol: [tcp, udp], idle: 1h}
   a: {cidrs: [127.1.0.0/16, 192.0.2.0/25, "fd00:1::/32", "2001:db8:1::/48"], protocol: [tcp, udp], idle: 1h, limits: {connections: %d, errno: EAGAIN}}
   b: {cidrs: [127.2.0.0/16, 192.0.2.128/25, "fd00:2::/32", "2001:db8:2::/48"], protocol: [tcp, udp], idle: 1h, limits: {connections: %d, errno: EAGAIN}}
   c: {cidrs: [10.78.0.0/16, 10.79.0.0/16, "fd78::/16", "fd79::/16"], protocol: [tcp, udp], idle: 1h, limits: {connections: %d, errno: EAGAIN}}
@@ -231,4 +234,5 @@ var cgroups = []place{
 	{feature: "g"},
 	{feature: policy.DefaultFeature},
 	{protected: true},
+	{feature: "many"},
 }

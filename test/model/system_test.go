@@ -30,7 +30,7 @@ type stage struct {
 	env     *kerneltest.Env
 	o       conn.Options
 	cgroups []kerneltest.Cgroup
-	many    kerneltest.Cgroup // without limits
+	many    kerneltest.Cgroup // of those who exhaust slots
 	servers []server
 	far     *kerneltest.Netns
 	post    [2]*os.File
@@ -838,8 +838,15 @@ func (m *model) compare(dump sockets.Dump, snap *conn.Snapshot) error {
 	}
 	for name := range held {
 		if !want[name] {
-			wrong("a slot of socket %d from %s/%s to %s, which the model does not have (in a dump: %t)",
-				name.cookie, name.feature, name.tenant, name.provider, dump.Sockets[name.cookie].Cookie != 0)
+			what := "a socket that the model does not have"
+			for on := range m.socks {
+				if on.cookie == name.cookie {
+					what = fmt.Sprintf("%s, phase %d, which should hold %v", on, on.phase, slices.Collect(maps.Keys(on.slots)))
+				}
+			}
+			_, listed := dump.Sockets[name.cookie]
+			wrong("a slot of socket %d from %s/%s to %s (protocol %d), which is %s (in a dump: %t)",
+				name.cookie, name.feature, name.tenant, name.provider, held[name].Proto, what, listed)
 		}
 	}
 	for cookie, so := range dump.Sockets {

@@ -273,10 +273,11 @@ func fork(fd int) (int, error) {
 
 // A storm is so many times: sockets are opened until one is refused, or there are so
 // many, and closed. For each, two threads do the same at the same moment: each connects a
-// TCP socket of its own, or sends through one UDP socket.
+// TCP socket of its own, or sends through one UDP socket, which is closed at once.
 const (
 	storms    = 8
-	stormMost = 8 // sockets
+	stormMost = 8  // sockets at a time
+	stormUDP  = 48 // sockets, one after the other
 )
 
 func storm(c call) (refused int, err error) {
@@ -293,31 +294,42 @@ func storm(c call) (refused int, err error) {
 		}
 		return errors.Is(err, unix.EAGAIN) || errors.Is(err, unix.EPERM)
 	}
-	// They wait for each other in a loop: woken by a call, one would be late. But not for
-	// long, where there is one processor.
-	var ready atomic.Int32
-	meet := func(n int32) {
-		ready.Add(1)
-		for spins := 0; ready.Load() < n && spins < 100_000; spins++ {
+	// They wait for each other in a loop and stay awake between two sockets: woken by a
+	// call, one would be late. What one writes before they meet the other reads after it.
+	var arrived atomic.Int64
+	meeting := func() func() {
+		n := int64(0)
+		return func() {
+			n += 2
+			arrived.Add(1)
+			for spins := 0; arrived.Load() < n; spins++ {
+				if spins > 10_000 {
+					unix.Syscall(unix.SYS_SCHED_YIELD, 0, 0, 0) // the other has no processor
+				}
+			}
 		}
 	}
-	tries, results := make(chan try), make(chan bool)
-	defer close(tries)
+	var second try
+	var over, secondRefused bool
 	go func() {
 		runtime.LockOSThread()
-		n := int32(0)
-		for t := range tries {
-			n += 2
-			meet(n)
-			results <- one(t)
+		for meet := meeting(); ; meet() {
+			if meet(); over {
+				return
+			}
+			secondRefused = one(second)
 		}
+	}()
+	meet := meeting()
+	defer func() {
+		over = true
+		meet()
 	}()
 	other := c.Op
 	other.Dest = c.D2
-	n := int32(0)
 	for range storms {
 		var fds []int
-		for full := false; !full && len(fds) < stormMost && err == nil; {
+		for lives, full := 0, false; !full && len(fds) < stormMost && lives < stormUDP && err == nil; lives++ {
 			var pair [2]int
 			if pair[0], err = stormSocket(c); err != nil {
 				break
@@ -329,14 +341,19 @@ func storm(c call) (refused int, err error) {
 				}
 				fds = append(fds, pair[1])
 			}
-			tries <- try{pair[1], other}
-			n += 2
-			meet(n)
-			for _, was := range []bool{one(try{pair[0], c.Op}), <-results} {
+			second = try{pair[1], other}
+			meet()
+			firstRefused := one(try{pair[0], c.Op})
+			meet()
+			for _, was := range []bool{firstRefused, secondRefused} {
 				if was {
 					full = true
 					refused++
 				}
+			}
+			if c.Sock.udp() {
+				unix.Close(pair[0])
+				fds = nil
 			}
 		}
 		for _, fd := range fds {
@@ -358,10 +375,10 @@ func manyMain() int {
 	for range manySlots {
 		fd, err := newSocket(TCP4)
 		if err == nil {
-			err = unix.Connect(fd, &unix.SockaddrInet4{Port: int(roomy.Port()), Addr: roomy.Addr().As4()})
+			err = unix.Connect(fd, &unix.SockaddrInet4{Port: int(nowhere.Port()), Addr: nowhere.Addr().As4()})
 		}
 		if !errors.Is(err, unix.ENETUNREACH) {
-			fmt.Fprintf(os.Stderr, "connect to %s: %v\n", roomy, err)
+			fmt.Fprintf(os.Stderr, "connect to %s: %v\n", nowhere, err)
 			return 1
 		}
 	}
