@@ -250,9 +250,9 @@ func lookup(program string) func(in *instance) {
 }
 
 // refusedClient meets limits of 0 with several errnos: it fails at once and says the one
-// of the policy. EAGAIN is apart: who connects without blocking takes it for a connect in
-// progress (curl, asyncio), finds no error on the socket and fails when it writes; that it
-// fails is all that is asked of it.
+// of the policy. EAGAIN is apart: who connects without blocking may take it for a connect
+// in progress. curl fails without a reason, and asyncio finds no error on the socket,
+// calls it open, and fails when it reads; that it fails is all that is asked of them.
 func refusedClient(program string) func(in *instance) {
 	return func(in *instance) {
 		errnos := []namedErrno{{"ECONNREFUSED", syscall.ECONNREFUSED}, {"EACCES", syscall.EACCES}, {"ETIMEDOUT", syscall.ETIMEDOUT}, {"EHOSTUNREACH", syscall.EHOSTUNREACH}, {"EAGAIN", syscall.EAGAIN}}
