@@ -151,7 +151,7 @@ bulkhead_reconcile_errors_total 6
 # HELP bulkhead_refused_earlier_total Connections that another program on the same hook had refused before bulkhead looked.
 # TYPE bulkhead_refused_earlier_total counter
 bulkhead_refused_earlier_total 2
-# HELP bulkhead_rejected_total Connections that were refused because the bulkhead was full, or contended; counted on the most specific full one.
+# HELP bulkhead_rejected_total Connections that were refused, by reason: full, counted on the most specific bulkhead that was; contended, which lost every race for its last places; exhausted, for which there was no room to be counted where the policy says exhausted: refuse, on the most specific that has a limit.
 # TYPE bulkhead_rejected_total counter
 bulkhead_rejected_total{feature_group="",provider="",reason="full",scope="tenant",tenant="free"} 0
 bulkhead_rejected_total{feature_group="",provider="other",reason="full",scope="provider",tenant=""} 0
@@ -164,7 +164,7 @@ bulkhead_scrape_success{collector="connections"} 1
 # HELP bulkhead_slots Connections that hold a slot now.
 # TYPE bulkhead_slots gauge
 bulkhead_slots 4
-# HELP bulkhead_slots_full_total Connections that were let through uncounted because there was no room for their slot.
+# HELP bulkhead_slots_full_total Connections that found no room for their slot: let through uncounted, or refused where the policy says exhausted: refuse.
 # TYPE bulkhead_slots_full_total counter
 bulkhead_slots_full_total 1
 # HELP bulkhead_slots_max Connections that can hold a slot at one time.

@@ -219,11 +219,14 @@ kind: Policy
 mode: enforce
 providers:
   deepseek: {cidrs: [@1/32, "fd00:e2e::/64"], ports: [8000, 8006], limits: {connections: 3}}
+  quic: {cidrs: [@2/32], ports: [8000], protocol: udp, idle: 45s, limits: {connections: 3}}
 features:
   chat: {class: realtime, match: [{cgroup: /chat}]}
 `)
 	client := n.place(n.Mkdir("chat"))
 	n.start()
+	// What gives a UDP socket's place back is said where UDP is counted.
+	wantWords(t, n.must("explain", "--from", "/chat", "--to", n.addr(2), "--proto", "udp"), "provider quic", "no datagram with it for 45s gives its place back")
 	mapped := "[::ffff:" + n.net + "1]:" + port
 	client.MustDial(kerneltest.TCP4, n.addr(1))
 	client.MustDial(kerneltest.TCP6, mapped)

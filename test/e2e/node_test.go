@@ -296,6 +296,7 @@ type line struct {
 	Errno    string `json:"errno"`
 	Limit    *int   `json:"limit"`
 	Total    int    `json:"total"`
+	More     int    `json:"more"`
 	Bulkhead struct {
 		Scope, Feature, Tenant, Provider string
 	} `json:"bulkhead"`
