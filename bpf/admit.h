@@ -149,8 +149,7 @@ static __always_inline int release_slot(struct slot *s, __u64 seen)
 
 /*
  * Give back what an earlier connection still holds, and remove the entry, so that the
- * next may be put. 0 if somebody else is doing so or has changed the word: another
- * thread's UDP send, which runs without the socket's lock, or the agent.
+ * next may be put. 0 if the agent is doing so or has changed the word.
  */
 static __always_inline int replace_slot(struct slot *s, __u64 seen, __u64 cookie, __u32 part)
 {
@@ -467,7 +466,7 @@ static __noinline long put_as_guest(const struct route *r, const struct ask *q, 
 static __always_inline long put_slot(const struct route *r, const struct ask *q)
 {
 	__u64 word = new_word(q->cookie);
-	/* UDP sends race with each other: only the hash knows which is first. */
+	/* A UDP socket may have a slot for each provider: those are in the hash. */
 	struct slot *h = q->part ? 0 : claim_home(q->cookie, word);
 
 	if (!h)

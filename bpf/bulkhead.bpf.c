@@ -442,24 +442,16 @@ int bh_retire(struct retire *a)
 }
 
 /*
- * Delete a tombstone whose socket is proven gone; with word 0, what is noted of a UDP
- * socket that has no slot. It is claimed first, as a hook does: the descriptor may still be
- * open and connect at this very moment.
+ * Delete a tombstone whose socket is proven gone. It is claimed first, as a hook does: the
+ * descriptor may still be open and connect at this very moment.
  */
 SEC("syscall")
 int bh_bury(struct retire *a)
 {
-	__u64 cookie = a->cookie, seen;
-	struct slot *s;
+	__u64 seen;
+	struct slot *s = find_admission(a, &seen);
 
-	if (!a->word) {
-		a->done = !bpf_map_delete_elem(&udp_sockets, &cookie);
-		if (a->done)
-			note_entry(cookie, -AS_GUEST);
-		return 0;
-	}
-	s = find_admission(a, &seen);
-	a->done = s && a->word & SLOT_RELEASED ? replace_slot(s, a->word, cookie, a->part) : 0;
+	a->done = s && a->word & SLOT_RELEASED ? replace_slot(s, a->word, a->cookie, a->part) : 0;
 	return 0;
 }
 
@@ -492,6 +484,11 @@ int bh_adopt(struct adopt *a)
 		moved_in(h, word);
 	} else {
 		err = put_guest(&s);
+	}
+	/* The socket's own hook may have put another part in the place of this one; see take_over. */
+	if (!err && part && !list_part(cookie, part)) {
+		clear_part(cookie, part, 1);
+		return 0;
 	}
 	if (err) {
 		for_holds(i, n)

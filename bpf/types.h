@@ -208,9 +208,9 @@ struct slot {
 };
 
 /*
- * Which slots a UDP socket has: whatever is here may be in slots, and nothing else is.
- * Sends of several threads run without the socket's lock, so a part is put in by
- * compare-and-swap.
+ * Which slots a UDP socket has: whatever is here may be in slots, and nothing else is. It
+ * goes with the last close. Hooks of one socket run under its lock; the agent's adopt
+ * program does not, so a part is put in by compare-and-swap.
  */
 struct udp_socket {
 	__u32 connected;	   /* the part that the socket's connect() took, 0 if none */
@@ -249,7 +249,7 @@ enum total {
 /* Argument of the retire and bury programs. */
 struct retire {
 	__u64 cookie;
-	__u64 word;		   /* as it was seen; 0 to bury what is noted of a UDP socket */
+	__u64 word;		   /* as it was seen */
 	__u64 tally;		   /* as it was seen, for UDP: whoever used it since keeps it */
 	__u32 part;
 	__u32 done;		   /* out: 1 if this call did it */

@@ -4,8 +4,9 @@
  * what sends took ends with the socket, or, by the agent, after an idle time. A
  * disconnected socket (AF_UNSPEC) gives no event.
  *
- * A send holds the descriptor open and not the socket's lock. So sends race with each other
- * and with connect(), and none of them with the last close.
+ * connect() and sends run their hooks under the socket's lock (BPF_CGROUP_RUN_SA_PROG_LOCK in
+ * linux/bpf-cgroup.h) and hold the descriptor open: of one socket there is one at a time, and
+ * none beside the last close. Who may be beside them is the agent, which adopts and retires.
  */
 #ifndef BULKHEAD_UDP_H
 #define BULKHEAD_UDP_H
@@ -86,7 +87,7 @@ __noinline int reconnect(__u64 cookie, __u32 part)
 }
 
 /*
- * Put a part in the place of one whose slot has ended. Somebody may be about to put a slot
+ * Put a part in the place of one whose slot has ended. The agent may be about to put a slot
  * of the old one: it puts and then looks whether it is listed, and here we take its place
  * and then look whether it is live, so that one of the two notices.
  */
@@ -192,15 +193,10 @@ static __always_inline int admit(__u32 idx, __u32 at, const struct ask *q)
 		return no_room(idx, at, r, q);
 	if (err) {
 		give_route(idx, at);
-		/* Another thread sent through this UDP socket and its slot counts. */
+		/* The agent has adopted it just now, and its slot counts. */
 		if (!q->part)
 			count(TOTAL_UNCOUNTED);
 		return 0;
-	}
-	/* See take_over. */
-	if (q->part && !list_part(q->cookie, q->part)) {
-		clear_part(q->cookie, q->part, 1);
-		count(TOTAL_SLOTS_FULL);
 	}
 	count_connection(r->traffic);
 	return 0;

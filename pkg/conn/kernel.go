@@ -50,7 +50,6 @@ type Kernel struct {
 	predecessors []*predecessor // what other releases have left in force
 
 	missing map[slotKey]uint64 // words of slots that the last complete dump lacked
-	empty   map[uint64]bool    // UDP sockets that had no slot in the last round
 }
 
 // MaxSlots is how many slots there is room for.

@@ -2,7 +2,6 @@ package conn
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
@@ -85,7 +84,7 @@ func (k *Kernel) Reconcile(ctx context.Context) (Reconciled, error) {
 		}
 	}
 	k.missing = missing
-	return out, errors.Join(k.forgetUDP(slots, udp), k.Forget())
+	return out, k.Forget()
 }
 
 // Expire gives back the slots of UDP sockets that have sent their provider nothing, and
@@ -152,30 +151,6 @@ func (k *Kernel) udpSockets() (map[uint64]kernelUdpSocket, error) {
 		return nil
 	})
 	return all, err
-}
-
-// forgetUDP removes what is noted of UDP sockets that have no slot, in this round and in
-// the one before: they closed while nothing of ours was attached. Otherwise their last
-// close does it.
-func (k *Kernel) forgetUDP(slots []slot, udp map[uint64]kernelUdpSocket) error {
-	empty := make(map[uint64]bool, len(udp))
-	for cookie := range udp {
-		empty[cookie] = true
-	}
-	for _, s := range slots {
-		delete(empty, s.Cookie)
-	}
-	for cookie := range empty {
-		if !k.empty[cookie] {
-			continue
-		}
-		if _, err := k.settle(kernelProgBhBury, kernelRetire{Cookie: cookie}); err != nil {
-			return err
-		}
-		delete(empty, cookie)
-	}
-	k.empty = empty
-	return nil
 }
 
 // retire gives a slot back by the word that was seen, and leaves a tombstone: only a
