@@ -14,13 +14,17 @@ DEPS            := $(DEPS_GENERATE) $(DEPS_VM) $(DEPS_TEST)
 # Go packages by ring. What is listed under VM runs on the other kernels too;
 # what measures CPU latency runs there in virtual time, on one CPU.
 UNIT_PACKAGES    := ./pkg/policy ./internal/metrics ./test/generated ./test/house ./test/vm ./test/bench
-KERNEL_PACKAGES  := ./pkg/conn ./pkg/cgroup ./internal/agent ./internal/demo ./internal/sockets ./cmd/agent ./test/e2e ./test/upgrade
-VM_PACKAGES      := ./test/vm/guest ./pkg/conn ./pkg/cgroup ./internal/sockets ./test/e2e
+KERNEL_PACKAGES  := ./pkg/conn ./test/model ./pkg/cgroup ./internal/agent ./internal/demo ./internal/sockets ./cmd/agent ./test/e2e ./test/upgrade
+VM_PACKAGES      := ./test/vm/guest ./pkg/conn ./test/model ./pkg/cgroup ./internal/sockets ./test/e2e
 VIRTUAL_PACKAGES := ./test/cpu
 
 # Arguments of the rig, for one kernel say: make vm VM_FLAGS='-kernel 6.12 -run Admit'
 VM_FLAGS        := -timeout 25m
 VIRTUAL_FLAGS   := -timeout 10m -jobs 2
+
+# Of make soak: random operations for so long, and so many connections.
+SOAK_DURATION   := 1h
+SOAK_CYCLES     := 1000000
 
 STATICCHECK     := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 
@@ -37,7 +41,7 @@ EXEC_AS_ROOT    := $(if $(AS_ROOT),-exec 'sudo -E')
 # The rings share this machine, and test is in order of cost.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help deps deps-bench go-version root build generate generate-check vet lint unit kernel vm vm-kernels-refresh test demo demo-vm bench-build bench bench-check clean
+.PHONY: help deps deps-bench go-version root build generate generate-check vet lint unit kernel vm vm-kernels-refresh soak mutants test demo demo-vm bench-build bench bench-check clean
 
 # The tests start PostgreSQL themselves: where its package is not installed yet, it
 # is told to make and start no cluster. Somebody's own setting stays.
@@ -99,6 +103,12 @@ vm: go-version build ## ring 3: tests on Debian's 6.1, 6.12 and newest kernel in
 
 vm-kernels-refresh: go-version ## fetch the virtual machines' kernels again
 	go run ./test/vm -refresh
+
+soak: go-version root ## an hour of random socket operations against the model, and a million connections: SOAK_DURATION=10m
+	go test -count=1 -v -timeout 0 $(EXEC_AS_ROOT) ./test/model -duration $(SOAK_DURATION) -cycles $(SOAK_CYCLES) -steady 30s
+
+mutants: go-version root ## show that the model test fails with any one way of giving back removed from the kernel programs
+	go run ./test/model/mutants $(MUTANTS_FLAGS)
 
 test: deps vet lint generate-check unit kernel vm ## everything, as CI does
 

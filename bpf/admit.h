@@ -13,7 +13,11 @@ const volatile __u32 have_comm = 1;   /* bpf_get_current_comm: CAP_PERFMON */
 
 #define EPERM 1
 #define PROTO_UDP 17
-#define RACES 64 /* lost compare-and-swaps in a row before a place counts as contended */
+/*
+ * What may lose a race is tried EIGHT * EIGHT times before it counts as lost: in two
+ * functions, since the time to load a program grows with the square of its length.
+ */
+#define EIGHT 8
 #define ROUNDS 3 /* the whole admission: once, and at most twice again */
 
 /*
@@ -66,11 +70,22 @@ __noinline int try_place(__u32 index, __u32 limit, __u32 accepted)
 	return TAKEN;
 }
 
+__noinline int try_place_eight(__u32 index, __u32 limit, __u32 accepted)
+{
+	unrolled for (int i = 0; i < EIGHT; i++) {
+		int got = try_place(index, limit, accepted);
+
+		if (got != RACED)
+			return got;
+	}
+	return RACED;
+}
+
 /* Take a place, or FULL, or RACED if every try lost. */
 __noinline int take_place(__u32 index, __u32 limit, __u32 accepted)
 {
-	unrolled for (int i = 0; i < RACES; i++) {
-		int got = try_place(index, limit, accepted);
+	unrolled for (int i = 0; i < EIGHT; i++) {
+		int got = try_place_eight(index, limit, accepted);
 
 		if (got != RACED)
 			return got;
@@ -155,8 +170,6 @@ static __always_inline int replace_slot(struct slot *s, __u64 seen, __u64 cookie
 	return 0;
 }
 
-#define REPLACES 64 /* looks at an entry that somebody is about to delete */
-
 /* Remove a TCP socket's entry: 0 if somebody else is at it. Global for the verifier's sake. */
 __noinline int try_clear(__u64 cookie)
 {
@@ -166,11 +179,19 @@ __noinline int try_clear(__u64 cookie)
 	return !old || replace_slot(old, seen, cookie, 0);
 }
 
+__noinline int try_clear_eight(__u64 cookie)
+{
+	unrolled for (int i = 0; i < EIGHT; i++)
+		if (try_clear(cookie))
+			return 1;
+	return 0;
+}
+
 /* Make room for a TCP socket's next slot. 0 if its old one did not go away. */
 __noinline int clear_slot(__u64 cookie)
 {
-	unrolled for (int i = 0; i < REPLACES; i++) {
-		if (try_clear(cookie))
+	unrolled for (int i = 0; i < EIGHT; i++) {
+		if (try_clear_eight(cookie))
 			return 1;
 		/* Somebody else is at it, for a moment: look again. */
 	}

@@ -179,7 +179,7 @@ static __always_inline void count_bytes(struct bpf_sock_ops *ctx, struct slot *s
 
 	if (!t)
 		return;
-	if (!(s->flags & SLOT_ESTABLISHED)) {
+	if (!ctx->bytes_acked) { /* not even the SYN: it was never established */
 		tx = (header + SYN_OPTIONS) * ctx->segs_out;
 		rx = header * ctx->segs_in;
 	} else {

@@ -31,7 +31,8 @@ __noinline int use_part(__u64 cookie, __u32 part)
 	return 1;
 }
 
-static __always_inline int is_live(__u64 cookie, __u32 part)
+/* Global for the verifier's sake, as the others are. */
+__noinline int is_live(__u64 cookie, __u32 part)
 {
 	__u64 seen;
 	struct slot *s = find_guest(cookie, part, &seen);
@@ -39,34 +40,35 @@ static __always_inline int is_live(__u64 cookie, __u32 part)
 	return s && !(seen & SLOT_RELEASED);
 }
 
-/* Remove a socket's slot of a part: 0 if somebody else is at it. live: only if it has ended. */
+/*
+ * Remove a socket's slot of a part, a live one too if live, else it is left alone. 0 if
+ * somebody else is at it.
+ */
 __noinline int try_clear_part(__u64 cookie, __u32 part, int live)
 {
 	__u64 seen;
 	struct slot *s = find_guest(cookie, part, &seen);
 
-	if (!s)
+	if (!s || (!live && !(seen & SLOT_RELEASED)))
 		return 1;
-	if (!live && !(seen & SLOT_RELEASED))
-		return 0;
 	return replace_slot(s, seen, cookie, part);
 }
 
-__noinline int clear_part(__u64 cookie, __u32 part)
+__noinline int try_clear_part_eight(__u64 cookie, __u32 part, int live)
 {
-	unrolled for (int i = 0; i < REPLACES; i++)
-		if (try_clear_part(cookie, part, 1))
+	unrolled for (int i = 0; i < EIGHT; i++)
+		if (try_clear_part(cookie, part, live))
 			return 1;
-	count(TOTAL_UNCOUNTED);
 	return 0;
 }
 
-/* Remove an entry that has ended, so that the next may be put; a live one stays. */
-__noinline int clear_ended(__u64 cookie, __u32 part)
+/* The same, until nobody else is at it. */
+__noinline int clear_part(__u64 cookie, __u32 part, int live)
 {
-	unrolled for (int i = 0; i < REPLACES; i++)
-		if (try_clear_part(cookie, part, 0) || is_live(cookie, part))
+	unrolled for (int i = 0; i < EIGHT; i++)
+		if (try_clear_part_eight(cookie, part, live))
 			return 1;
+	count(TOTAL_UNCOUNTED);
 	return 0;
 }
 
@@ -80,7 +82,7 @@ __noinline int reconnect(__u64 cookie, __u32 part)
 		return 0;
 	was = u->connected;
 	u->connected = part; /* connects hold the socket's lock */
-	return was && was != part ? clear_part(cookie, was) : 0;
+	return was && was != part ? clear_part(cookie, was, 1) : 0;
 }
 
 /*
@@ -91,19 +93,25 @@ __noinline int reconnect(__u64 cookie, __u32 part)
 __noinline int take_over(__u64 cookie, __u32 part, __u32 old)
 {
 	struct udp_socket *u = find_udp(cookie);
+	int took = 0;
 
 	if (!u || !old || is_live(cookie, old))
 		return 0;
 	for_parts(i) {
-		if (__sync_val_compare_and_swap(&u->parts[i], old, part) != old)
-			continue;
-		if (!is_live(cookie, old)) {
-			try_clear_part(cookie, old, 0);
-			return 1;
+		if (__sync_val_compare_and_swap(&u->parts[i], old, part) == old) {
+			took = 1;
+			break;
 		}
-		__sync_val_compare_and_swap(&u->parts[i], part, old);
-		return 0;
 	}
+	if (!took)
+		return 0;
+	if (!is_live(cookie, old)) {
+		try_clear_part(cookie, old, 0);
+		return 1;
+	}
+	for_parts(i)
+		if (__sync_val_compare_and_swap(&u->parts[i], part, old) == part)
+			break;
 	return 0;
 }
 
@@ -150,7 +158,7 @@ __noinline int release_udp(__u64 cookie)
 		__u32 part = *(volatile __u32 *)&u->parts[i];
 
 		if (part)
-			clear_part(cookie, part);
+			clear_part(cookie, part, 1);
 	}
 	if (!bpf_map_delete_elem(&udp_sockets, &cookie))
 		note_entry(cookie, -AS_GUEST);
@@ -177,7 +185,7 @@ static __always_inline int admit(__u32 idx, __u32 at, const struct ask *q)
 			return no;
 		take_route_anyway(idx, at);
 	}
-	if (q->part && (!list_part(q->cookie, q->part) || !clear_ended(q->cookie, q->part)))
+	if (q->part && (!list_part(q->cookie, q->part) || !clear_part(q->cookie, q->part, 0)))
 		return no_room(idx, at, r, q);
 	err = put_slot(r, q);
 	if (err && err != -EEXIST)
@@ -191,7 +199,7 @@ static __always_inline int admit(__u32 idx, __u32 at, const struct ask *q)
 	}
 	/* See take_over. */
 	if (q->part && !list_part(q->cookie, q->part)) {
-		clear_part(q->cookie, q->part);
+		clear_part(q->cookie, q->part, 1);
 		count(TOTAL_SLOTS_FULL);
 	}
 	count_connection(r->traffic);

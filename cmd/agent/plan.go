@@ -115,11 +115,15 @@ func (a *app) preview(ctx context.Context, next *policy.Plan) (*preview, error) 
 	if p.Adopt, p.Release, err = adoptions(tree, snap, next, all); err != nil {
 		return nil, err
 	}
+	before, err := conn.Existing(ctx, where, next, agent.Members(next, all))
+	if err != nil {
+		return nil, err
+	}
 	for _, d := range policy.Diff(snap.Plan, next) {
 		c := change{Change: d}
 		switch d.What {
 		case "limit":
-			c.limit(snap, next)
+			c.limit(snap, next, before)
 		case "cpu":
 			c.unset(p.Conditions, cgroup.TypeCPU)
 		case "memory":
@@ -137,16 +141,21 @@ func (a *app) preview(ctx context.Context, next *policy.Plan) (*preview, error) 
 	return p, nil
 }
 
-// limit adds what holds the bulkhead now.
-func (c *change) limit(snap *conn.Snapshot, next *policy.Plan) {
+// limit adds what holds the bulkhead now, and what will because it is connected already.
+func (c *change) limit(snap *conn.Snapshot, next *policy.Plan, before map[policy.Key]uint32) {
 	i := slices.IndexFunc(snap.Bulkheads, func(b conn.Bulkhead) bool { return b.Key.String() == c.Name })
-	if i < 0 {
-		return
-	}
-	used := snap.Bulkheads[i].InUse
-	c.InUse = &used
 	j := slices.IndexFunc(next.Bulkheads, func(b policy.Bulkhead) bool { return b.Key.String() == c.Name })
-	if j < 0 {
+	used := uint32(0)
+	if i >= 0 {
+		used = snap.Bulkheads[i].InUse
+	}
+	if j >= 0 {
+		used += before[next.Bulkheads[j].Key]
+	}
+	if i >= 0 || used > 0 {
+		c.InUse = &used
+	}
+	if j < 0 || c.InUse == nil {
 		return
 	}
 	limit := next.Bulkheads[j].Limit

@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"path"
+	"path/filepath"
 	"slices"
 	"strings"
 	"time"
@@ -93,6 +94,8 @@ type slots struct {
 	InUse uint64 `json:"in_use"`
 	Max   uint64 `json:"max"`
 	Full  uint64 `json:"full_total"`
+	// Moved are connections whose process is in another compartment by now.
+	Moved int `json:"moved"`
 }
 
 func (a *app) statusCommand() *cobra.Command {
@@ -201,7 +204,14 @@ func (a *app) status(ctx context.Context) (*status, error) {
 	} else {
 		s.Conditions = append(s.Conditions, controllers(tree, snap.Plan)...)
 	}
-	s.Conditions = append(s.Conditions, kernelConditions(snap, where)...)
+	s.Slots.Moved = moved(tree, snap)
+	var dirs []string
+	for _, c := range s.Compartments {
+		for _, m := range c.Cgroups {
+			dirs = append(dirs, filepath.Join(tree.Dir, m.Path))
+		}
+	}
+	s.Conditions = append(s.Conditions, kernelConditions(snap, where, dirs)...)
 	return s, nil
 }
 
@@ -292,6 +302,47 @@ func compartments(tree *cgroup.Tree, snap *conn.Snapshot) ([]compartment, error)
 	return out, nil
 }
 
+// moved counts the open connections whose process is in another compartment now than the
+// one that admitted them, which keeps them. A process that is gone has not moved.
+func moved(tree *cgroup.Tree, snap *conn.Snapshot) int {
+	all, err := tree.Walk()
+	if err != nil {
+		return 0
+	}
+	at := map[string]policy.Compartment{}
+	for _, m := range placed(snap, all) {
+		at[m.cgroup.Path] = snap.Plan.Compartments[m.Compartment]
+	}
+	type place struct {
+		policy.Compartment
+		known bool
+	}
+	of := map[uint32]place{}
+	n := 0
+	for _, c := range snap.Connections {
+		now, seen := of[c.PID]
+		if !seen {
+			if g, err := tree.Of(int(c.PID)); err == nil {
+				now = place{snap.Plan.Compartments[0], true}
+				for p := g.Path; ; p = path.Dir(p) {
+					if k, ok := at[p]; ok {
+						now.Compartment = k
+						break
+					}
+					if p == "/" || p == "." {
+						break
+					}
+				}
+			}
+			of[c.PID] = now
+		}
+		if now.known && (now.Feature != c.Feature || now.Tenant != c.Tenant) {
+			n++
+		}
+	}
+	return n
+}
+
 // placedMember is a member of the plan in force whose cgroup still exists.
 type placedMember struct {
 	conn.Member
@@ -334,9 +385,9 @@ func controllers(tree *cgroup.Tree, plan *policy.Plan) []cgroup.Condition {
 }
 
 // kernelConditions are what the kernel side itself shows.
-func kernelConditions(snap *conn.Snapshot, where conn.Options) []cgroup.Condition {
+func kernelConditions(snap *conn.Snapshot, where conn.Options, cgroups []string) []cgroup.Condition {
 	var out []cgroup.Condition
-	a, err := conn.ReadAttachment(where)
+	a, err := conn.ReadAttachment(where, cgroups...)
 	if err != nil {
 		a.Unread = []error{err}
 	}
@@ -373,7 +424,11 @@ func attached(a conn.Attachment, where conn.Options) []cgroup.Condition {
 	var foreign []string
 	for _, p := range a.Programs {
 		if !p.Ours {
-			foreign = append(foreign, strings.TrimSpace(fmt.Sprintf("%s: program %d %s", p.Hook, p.ID, p.Name)))
+			one := strings.TrimSpace(fmt.Sprintf("%s: program %d %s", p.Hook, p.ID, p.Name))
+			if p.Cgroup != "" {
+				one += " on " + p.Cgroup
+			}
+			foreign = append(foreign, one)
 		}
 	}
 	if len(foreign) > 0 {
@@ -412,6 +467,9 @@ func (s *status) table(w io.Writer) error {
 		fmt.Fprintln(w)
 		if err := table(w, s.trafficRows()...); err != nil {
 			return err
+		}
+		if s.Slots.Moved > 0 {
+			fmt.Fprintf(w, "\n%s: admitted in another compartment than where the process is now, and counted there until the end\n", plural(s.Slots.Moved, "connection"))
 		}
 	}
 	return printConditions(w, s.Conditions)

@@ -15,7 +15,7 @@ import (
 func TestKernelConditions(t *testing.T) {
 	where := conn.Options{CgroupRoot: "/a", BPFFS: filepath.Join(t.TempDir(), "none")}
 	of := func(totals conn.Totals) []cgroup.Condition {
-		return kernelConditions(&conn.Snapshot{Totals: totals}, where)
+		return kernelConditions(&conn.Snapshot{Totals: totals}, where, nil)
 	}
 	for _, c := range []struct {
 		name                 string

@@ -92,6 +92,9 @@ func place(plan *policy.Plan, all []cgroup.Cgroup) placement {
 	return p
 }
 
+// Members are the cgroups that a plan places in compartments, of all that there are.
+func Members(plan *policy.Plan, all []cgroup.Cgroup) []conn.Member { return place(plan, all).members }
+
 // reload tries the policy as it is on disk now and says how that ended. Only
 // the owner calls it.
 func (a *agent) reload(trigger string) Outcome {

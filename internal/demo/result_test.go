@@ -225,7 +225,7 @@ func TestDatabaseResult(t *testing.T) {
 func TestKeptText(t *testing.T) {
 	text := kept{PID: 42, Node: "/cg/node", Flags: []string{"--bpffs", "/p"}, Pins: "/p/bulkhead/v1"}.text("/bin/bulkhead")
 	wantAll(t, text, "nsenter --target 42 --mount --net /bin/bulkhead status --bpffs /p\n", "bulkhead top --bpffs /p\n",
-		"bpftool map dump pinned /p/bulkhead/v1/slots\n", "bpftool cgroup tree /cg/node\n", "ENTER or Ctrl-C")
+		"bpftool map dump pinned /p/bulkhead/v1/bulkheads\n", "bpftool cgroup tree /cg/node\n", "ENTER or Ctrl-C")
 }
 
 // What is left is the sum of what the runs still take, and the guess at what

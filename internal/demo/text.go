@@ -113,7 +113,7 @@ func (k kept) text(binary string) string {
 	for _, command := range []string{"status", "conns", "top"} {
 		fmt.Fprintf(&b, "  %s %s %s %s\n", enter, binary, command, strings.Join(k.Flags, " "))
 	}
-	for _, m := range []string{"bulkhead_names", "bulkheads", "slots"} {
+	for _, m := range []string{"bulkhead_names", "bulkheads"} {
 		fmt.Fprintf(&b, "  %s bpftool map dump pinned %s\n", enter, filepath.Join(k.Pins, m))
 	}
 	fmt.Fprintf(&b, "  bpftool cgroup tree %s\n", k.Node)

@@ -2,11 +2,13 @@ package kerneltest
 
 import (
 	"bufio"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"net"
+	"net/http"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -27,6 +29,9 @@ const threads = 128
 type child struct {
 	forks map[int]*fork
 	storm *storm
+	ring  *ring
+	http  *http.Transport
+	conns []net.Conn // made by name
 }
 
 type fork struct {
@@ -94,6 +99,8 @@ func (c *child) do(q request) (a response, err error) {
 		err = errors.Join(reset(q.FD), unix.Close(q.FD))
 	case "shutdown":
 		err = unix.Shutdown(q.FD, unix.SHUT_RDWR)
+	case "close write":
+		err = unix.Shutdown(q.FD, unix.SHUT_WR)
 	case "nonblocking":
 		err = unix.SetNonblock(q.FD, true)
 	case "bind":
@@ -132,6 +139,30 @@ func (c *child) do(q request) (a response, err error) {
 		a.FD, err = take(q.PID, q.FD)
 	case "stray":
 		a.FD, err = stray(q.Kind)
+	case "option":
+		err = unix.SetsockoptInt(q.FD, q.Level, q.Option, q.N)
+	case "receive":
+		a.N, err = unix.Read(q.FD, make([]byte, q.Size))
+	case "fast open":
+		err = fastOpen(q.FD, q.Addr, q.Size)
+	case "mailbox":
+		a.FD, a.Addr, err = mailbox()
+	case "post":
+		err = post(q.Addr, q.FD)
+	case "collect":
+		a.FD, err = collect(q.FD)
+	case "ring":
+		c.ring, err = newRing(q.N)
+	case "ring connect":
+		err = c.ring.connect(q.FD, q.Addr, Way(q.Name), q.Size)
+	case "requests":
+		a.N, err = c.requests(q.Name, q.Addr, q.N)
+	case "idle":
+		c.http.CloseIdleConnections()
+	case "dial name":
+		a.Addr, err = c.dialName(q.Addr)
+	case "look up":
+		_, err = net.DefaultResolver.LookupNetIP(context.Background(), "ip", q.Name)
 	default:
 		err = fmt.Errorf("unknown operation %q", q.Op)
 	}

@@ -53,6 +53,10 @@ type request struct {
 	N     int      `json:"n,omitempty"`
 	Size  int      `json:"size,omitempty"`
 	PID   int      `json:"pid,omitempty"`
+	Name  string   `json:"name,omitempty"`
+
+	Level  int `json:"level,omitempty"`
+	Option int `json:"option,omitempty"`
 }
 
 type response struct {
@@ -60,6 +64,7 @@ type response struct {
 	FD      int                   `json:"fd,omitempty"`
 	PID     int                   `json:"pid,omitempty"`
 	Addr    string                `json:"addr,omitempty"`
+	N       int                   `json:"n,omitempty"`
 	Results []Result              `json:"results,omitempty"`
 	Counts  map[syscall.Errno]int `json:"counts,omitempty"`
 	Fault   string                `json:"fault,omitempty"` // of the request, not of the system call
@@ -261,6 +266,31 @@ func (c *Client) Reset(fd int) {
 func (c *Client) Shutdown(fd int) {
 	c.t.Helper()
 	c.must(request{Op: "shutdown", FD: fd})
+}
+
+// CloseWrite shuts the sending direction down.
+func (c *Client) CloseWrite(fd int) {
+	c.t.Helper()
+	c.must(request{Op: "close write", FD: fd})
+}
+
+// Option sets an option of a socket to a number.
+func (c *Client) Option(fd, level, option, value int) {
+	c.t.Helper()
+	c.must(request{Op: "option", FD: fd, Level: level, Option: option, N: value})
+}
+
+// Receive reads at most size bytes: 0 without an errno is the end of what the peer sends.
+func (c *Client) Receive(fd, size int) (int, syscall.Errno) {
+	c.t.Helper()
+	a := c.call(request{Op: "receive", FD: fd, Size: size})
+	return a.N, a.Errno
+}
+
+// FastOpen connects and sends size bytes in one call, sendto(2) with MSG_FASTOPEN.
+func (c *Client) FastOpen(fd int, addr string, size int) syscall.Errno {
+	c.t.Helper()
+	return c.call(request{Op: "fast open", FD: fd, Addr: addr, Size: size}).Errno
 }
 
 // NonBlocking sets O_NONBLOCK.

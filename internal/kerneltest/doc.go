@@ -19,8 +19,10 @@
 // all that runs in the cgroup, and also when the test binary is killed.
 //
 // Client is a process in a cgroup: the test binary again, which does single system
-// calls as it is told, so that what they return is seen exactly. Servers run in the
-// test process, which is outside of every Env.
+// calls as it is told, so that what they return is seen exactly. It has an io_uring too
+// (Ring), passes descriptors over Unix sockets (Mailbox), and can use Go's own dialer and
+// HTTP client (DialName, Requests). Servers run in the test process, which is outside of
+// every Env. Command is a program that was not written for us, and Hosts gives it names.
 //
 // Netns is one more network namespace, and Wire is two with a veth pair between them and
 // a counter of what passes.

@@ -71,7 +71,7 @@ func New(build Build, s Sources) *Collector {
 // descs are all metrics that there are.
 type descs struct {
 	current, max, accepted, rejected, wouldReject *prometheus.Desc
-	bytes, connections                            *prometheus.Desc
+	bytes, connections, open, idle                *prometheus.Desc
 	cpuUsage, cpuPeriods                          *prometheus.Desc
 	cpuThrottledPeriods, cpuThrottled             *prometheus.Desc
 	generation, reloadOK, reloadTime, reloadFails *prometheus.Desc
@@ -97,6 +97,8 @@ func newDescs() descs {
 		wouldReject: desc("would_reject_total", "Connections that mode observe let through and mode enforce would have refused.", reason...),
 		bytes:       desc("bytes_total", "IP bytes, headers included, that a compartment exchanged with a provider; absent where bytes are not counted.", append(slices.Clone(route), "direction")...),
 		connections: desc("connections_total", "Connections of a compartment to a provider that were let through.", route...),
+		open:        desc("connections_open", "Connections that hold a slot now, by the state of their socket. In close_wait the provider has closed and the application has not: it still holds its place.", append(slices.Clone(route), "state")...),
+		idle:        desc("connections_oldest_idle_seconds", "The longest time for which one of these connections has moved no data; absent where there are none.", append(slices.Clone(route), "state")...),
 
 		cpuUsage:            desc("cpu_usage_seconds_total", "Processor time of the compartment's own cgroups. That of a compartment nested in them (a tenant's, in its feature's) counts there only, so a feature's is the sum over tenant.", group...),
 		cpuPeriods:          desc("cpu_periods_total", "Periods in which a quota of the compartment's cgroups was counted.", group...),
@@ -127,7 +129,7 @@ func newDescs() descs {
 func (c *Collector) Describe(ch chan<- *prometheus.Desc) {
 	d := c.d
 	for _, desc := range []*prometheus.Desc{
-		d.current, d.max, d.accepted, d.rejected, d.wouldReject, d.bytes, d.connections,
+		d.current, d.max, d.accepted, d.rejected, d.wouldReject, d.bytes, d.connections, d.open, d.idle,
 		d.cpuUsage, d.cpuPeriods, d.cpuThrottledPeriods, d.cpuThrottled,
 		d.generation, d.reloadOK, d.reloadTime, d.reloadFails, d.reclaimed, d.reconcileErrors,
 		d.slots, d.slotsMax, d.slotsFull, d.underflow, d.refusedEarlier, d.uncounted, d.scrapeOK, d.buildInfo,
@@ -198,6 +200,10 @@ func (c *Collector) collectConnections(put emit, s *conn.Snapshot) {
 			put(c.d.bytes, prometheus.CounterValue, float64(n), t.Feature, t.Tenant, t.Provider, direction)
 		}
 	}
+	for k, g := range byState(s.Connections) {
+		put(c.d.open, prometheus.GaugeValue, float64(g.n), k.feature, k.tenant, k.provider, k.state)
+		put(c.d.idle, prometheus.GaugeValue, g.idle.Seconds(), k.feature, k.tenant, k.provider, k.state)
+	}
 	t := s.Totals
 	put(c.d.slots, prometheus.GaugeValue, float64(t.Slots))
 	put(c.d.slotsMax, prometheus.GaugeValue, float64(t.SlotsMax))
@@ -205,6 +211,32 @@ func (c *Collector) collectConnections(put emit, s *conn.Snapshot) {
 	put(c.d.underflow, prometheus.CounterValue, float64(t.Underflow))
 	put(c.d.refusedEarlier, prometheus.CounterValue, float64(t.RefusedEarlier))
 	put(c.d.uncounted, prometheus.CounterValue, float64(t.Uncounted))
+}
+
+type stateKey struct{ feature, tenant, provider, state string }
+
+type stateGroup struct {
+	n    int
+	idle time.Duration
+}
+
+// byState groups connections. States that hold a slot for moments only are one, and so are
+// those that nobody saw, to keep the number of series small.
+func byState(all []conn.Connection) map[stateKey]stateGroup {
+	groups := map[stateKey]stateGroup{}
+	for _, c := range all {
+		state := c.State
+		switch {
+		case c.Proto == policy.UDP:
+			state = "udp"
+		case state != "established" && state != "close_wait" && state != "syn_sent":
+			state = "other"
+		}
+		k := stateKey{c.Feature, c.Tenant, c.Provider, state}
+		g := groups[k]
+		groups[k] = stateGroup{g.n + 1, max(g.idle, c.Idle)}
+	}
+	return groups
 }
 
 // reasons exports a count for every reason, and "full" always: a series that

@@ -37,6 +37,14 @@ func aSnapshot() *conn.Snapshot {
 			{Feature: "chat", Provider: "deepseek", Connections: 120, TxBytes: 1000, RxBytes: 5000, Bytes: true},
 			{Feature: "chat", Tenant: "free", Provider: "other", Connections: 9},
 		},
+		Connections: []conn.Connection{
+			{Feature: "chat", Provider: "deepseek", State: "established", Idle: 2 * time.Second},
+			{Feature: "chat", Provider: "deepseek", State: "established", Idle: 90 * time.Second},
+			{Feature: "chat", Provider: "deepseek", State: "close_wait", Idle: time.Hour},
+			{Feature: "chat", Provider: "deepseek", Proto: policy.UDP, State: "established", Idle: time.Second},
+			{Feature: "chat", Provider: "deepseek", State: "fin_wait1"},
+			{Feature: "chat", Provider: "deepseek"},
+		},
 		Totals: conn.Totals{Slots: 4, SlotsMax: 65536, SlotsFull: 1, RefusedEarlier: 2, Uncounted: 3},
 	}
 }
@@ -89,6 +97,18 @@ bulkhead_bytes_total{direction="tx",feature_group="chat",provider="deepseek",ten
 bulkhead_concurrent_current{feature_group="",provider="",scope="tenant",tenant="free"} 1
 bulkhead_concurrent_current{feature_group="",provider="other",scope="provider",tenant=""} 0
 bulkhead_concurrent_current{feature_group="chat",provider="deepseek",scope="feature_provider",tenant=""} 3
+# HELP bulkhead_connections_oldest_idle_seconds The longest time for which one of these connections has moved no data; absent where there are none.
+# TYPE bulkhead_connections_oldest_idle_seconds gauge
+bulkhead_connections_oldest_idle_seconds{feature_group="chat",provider="deepseek",state="close_wait",tenant=""} 3600
+bulkhead_connections_oldest_idle_seconds{feature_group="chat",provider="deepseek",state="established",tenant=""} 90
+bulkhead_connections_oldest_idle_seconds{feature_group="chat",provider="deepseek",state="other",tenant=""} 0
+bulkhead_connections_oldest_idle_seconds{feature_group="chat",provider="deepseek",state="udp",tenant=""} 1
+# HELP bulkhead_connections_open Connections that hold a slot now, by the state of their socket. In close_wait the provider has closed and the application has not: it still holds its place.
+# TYPE bulkhead_connections_open gauge
+bulkhead_connections_open{feature_group="chat",provider="deepseek",state="close_wait",tenant=""} 1
+bulkhead_connections_open{feature_group="chat",provider="deepseek",state="established",tenant=""} 2
+bulkhead_connections_open{feature_group="chat",provider="deepseek",state="other",tenant=""} 2
+bulkhead_connections_open{feature_group="chat",provider="deepseek",state="udp",tenant=""} 1
 # HELP bulkhead_connections_total Connections of a compartment to a provider that were let through.
 # TYPE bulkhead_connections_total counter
 bulkhead_connections_total{feature_group="chat",provider="deepseek",tenant=""} 120

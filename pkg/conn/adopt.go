@@ -41,66 +41,64 @@ type Adopted struct {
 // bytes are shown while they are open and are in no sum, and their age is counted from
 // now.
 func (k *Kernel) Adopt(ctx context.Context) (Adopted, error) {
-	var out Adopted
 	f := k.known.Load()
 	if f == nil {
-		return out, ErrNoPlan
+		return Adopted{}, ErrNoPlan
 	}
-	dumps, hidden := sockets.ReadEvery(ctx, unix.IPPROTO_TCP)
-	out.Hidden = hidden
-	// Read behind the dump: what the dump saw and our programs know has its slot by now,
-	// or is closed.
-	slots, err := readSlots(k.coll.Maps)
-	if err != nil {
+	found, out, err := k.o.strays(ctx, f.plan, f.members, func() ([]slot, error) { return readSlots(k.coll.Maps) })
+	if err != nil || len(found) == 0 {
 		return out, err
 	}
-	have := make(map[uint64]bool, len(slots))
-	for _, s := range slots {
-		have[s.Cookie] = true
-	}
-	var found []stray
-	for _, d := range dumps {
-		if !d.Complete {
-			out.Errors = append(out.Errors, fmt.Errorf("%s: %w", d.Namespace, d.Err))
-		}
-		// What the dump did see is there.
-		found = append(found, strays(f.plan, d, have)...)
-	}
-	if len(found) == 0 {
-		return out, nil
-	}
-	places, err := k.compartments(f)
-	if err != nil {
-		return out, err
-	}
-	identify(found)
-	// What is seen again now, and had no slot in between, has none: on a busy node most
-	// of what was found had one and is closed.
-	alive := look(ctx, found)
 	var adopted []stray
 	for _, s := range found {
-		if !alive.seen[s.Cookie] {
-			continue
-		}
-		c, ok := places[s.cgroup]
-		if !ok {
-			out.Unplaced++
-			continue
-		}
-		if c.Protected || f.plan.Route(c.Compartment, s.provider).CountOnly {
-			continue
-		}
-		if s.word, err = k.adopt(f, s, c.Compartment); err != nil {
+		if s.word, err = k.adopt(f, s); err != nil {
 			return out, err
 		}
 		if s.word != 0 {
 			adopted = append(adopted, s)
 		}
 	}
-	out.Slots = len(adopted)
 	ghosts, err := k.dropGhosts(ctx, adopted)
-	out.Slots -= ghosts
+	out.Slots = len(adopted) - ghosts
 	return out, errors.Join(err, k.dropTwins())
+}
+
+// Existing says how many connections there are that Adopt would count if a plan came into
+// force with these members, by bulkhead, without changing anything.
+func Existing(ctx context.Context, o Options, plan *policy.Plan, members []Member) (map[policy.Key]uint32, error) {
+	found, _, err := o.strays(ctx, plan, members, func() ([]slot, error) {
+		r, err := OpenReader(o)
+		if errors.Is(err, ErrNotLoaded) || errors.Is(err, ErrOtherRelease) {
+			return nil, nil
+		}
+		if err != nil {
+			return nil, err
+		}
+		defer r.Close()
+		return readSlots(r.maps)
+	})
+	if err != nil {
+		return nil, err
+	}
+	n := map[policy.Key]uint32{}
+	for _, s := range found {
+		for _, h := range plan.Route(s.compartment, s.provider).Holds {
+			n[plan.Bulkheads[h].Key]++
+		}
+	}
+	return n, nil
+}
+
+// stray is a connection that is to be adopted.
+type stray struct {
+	sockets.Socket
+	netns       uint64
+	provider    uint32
+	compartment uint32
+	cgroup      uint64 // where it belongs
+	pid         uint32
+	comm        string
+	word        uint64 // of its slot, once it has one
 }
 
 // sighting is what two looks at the namespaces of strays saw.
@@ -166,20 +164,60 @@ func (k *Kernel) dropGhosts(ctx context.Context, adopted []stray) (n int, err er
 	return n, nil
 }
 
-// stray is a connection that may have to be adopted.
-type stray struct {
-	sockets.Socket
-	netns    uint64
-	provider uint32
-	cgroup   uint64 // where it belongs
-	pid      uint32
-	comm     string
-	word     uint64 // of its slot, once it has one
+// strays are the connections that have no slot and that a plan would have given one.
+func (o Options) strays(ctx context.Context, plan *policy.Plan, members []Member, read func() ([]slot, error)) (all []stray, out Adopted, err error) {
+	dumps, hidden := sockets.ReadEvery(ctx, unix.IPPROTO_TCP)
+	out.Hidden = hidden
+	// Read behind the dump: what the dump saw and our programs know has its slot by now,
+	// or is closed.
+	slots, err := read()
+	if err != nil {
+		return nil, out, err
+	}
+	have := make(map[uint64]bool, len(slots))
+	for _, s := range slots {
+		have[s.Cookie] = true
+	}
+	var found []stray
+	for _, d := range dumps {
+		if !d.Complete {
+			out.Errors = append(out.Errors, fmt.Errorf("%s: %w", d.Namespace, d.Err))
+		}
+		// What the dump did see is there.
+		found = append(found, candidates(plan, d, have)...)
+	}
+	if len(found) == 0 {
+		return nil, out, nil
+	}
+	places, err := o.compartments(members)
+	if err != nil {
+		return nil, out, err
+	}
+	identify(found)
+	// What is seen again now, and had no slot in between, has none: on a busy node most
+	// of what was found had one and is closed.
+	alive := look(ctx, found)
+	for _, s := range found {
+		if !alive.seen[s.Cookie] {
+			continue
+		}
+		c, ok := places[s.cgroup]
+		if !ok {
+			out.Unplaced++
+			continue
+		}
+		if c.Protected || plan.Route(c.Compartment, s.provider).CountOnly {
+			continue
+		}
+		s.compartment = c.Compartment
+		all = append(all, s)
+	}
+	return all, out, nil
 }
 
-// strays are the connections of a dump that have no slot and that some compartment's
+// candidates are the connections of a dump that have no slot and that some compartment's
 // route would give one.
-func strays(plan *policy.Plan, d sockets.Dump, have map[uint64]bool) []stray {
+func candidates(plan *policy.Plan, d sockets.Dump, have map[uint64]bool) []stray {
 	slotted := make([]bool, len(plan.Providers))
 	for _, r := range plan.Routes {
 		slotted[r.Provider] = slotted[r.Provider] || !r.CountOnly
@@ -280,16 +318,16 @@ func cgroup2Mounts() (all []string) {
 
 // compartments says of every cgroup below our root which compartment it is in: that of
 // the deepest cgroup at or above it that the plan names.
-func (k *Kernel) compartments(f *inForce) (map[uint64]Member, error) {
-	named := make(map[uint64]Member, len(f.members))
-	for _, m := range f.members {
+func (o Options) compartments(members []Member) (map[uint64]Member, error) {
+	named := make(map[uint64]Member, len(members))
+	for _, m := range members {
 		named[m.CgroupID] = m
 	}
 	places := map[uint64]Member{}
 	above := map[string]Member{} // by path
-	err := filepath.WalkDir(k.o.CgroupRoot, func(path string, d fs.DirEntry, err error) error {
+	err := filepath.WalkDir(o.CgroupRoot, func(path string, d fs.DirEntry, err error) error {
 		gone := errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ENODEV)
-		if err != nil && (path == k.o.CgroupRoot || !gone) {
+		if err != nil && (path == o.CgroupRoot || !gone) {
 			return err
 		}
 		if err != nil || !d.IsDir() {
@@ -311,7 +349,7 @@ func (k *Kernel) compartments(f *inForce) (map[uint64]Member, error) {
 		return nil
 	})
 	if err != nil {
-		return nil, fmt.Errorf("walk %s: %w", k.o.CgroupRoot, err)
+		return nil, fmt.Errorf("walk %s: %w", o.CgroupRoot, err)
 	}
 	return places, nil
 }
@@ -321,8 +359,8 @@ const trueRoot = 1
 
 // adopt runs the program that does it, and returns the slot's word, 0 if it has one
 // already, or there is no room.
-func (k *Kernel) adopt(f *inForce, s stray, compartment uint32) (uint64, error) {
-	r := k.tables.routes[compartment*uint32(len(f.plan.Providers))+s.provider]
+func (k *Kernel) adopt(f *inForce, s stray) (uint64, error) {
+	r := k.tables.routes[s.compartment*uint32(len(f.plan.Providers))+s.provider]
 	in := kernelAdopt{Slot: kernelSlot{
 		Cookie: s.Cookie, Netns: s.netns, BornNs: uint64(monotonic()), Addr: s.Remote.Addr().As16(), Port: s.Remote.Port(),
 		Pid: s.pid, Proto: s.Proto, Flags: uint8(kernelSlotFlagSLOT_ADOPTED), Traffic: r.Traffic, N: uint8(r.N),

@@ -20,6 +20,8 @@ var (
 	ErrNoPlan = errors.New("no plan has been applied yet")
 	// ErrFull: a plan needs more of something than the kernel maps hold.
 	ErrFull = errors.New("plan is too large for the kernel maps")
+	// ErrInTheWay: a program of somebody else is attached in a way that excludes ours.
+	ErrInTheWay = errors.New("another program is in the way")
 	// ErrForeign: what is pinned is not ours, not of this layout, or incomplete.
 	ErrForeign = errors.New("pins are not usable")
 )

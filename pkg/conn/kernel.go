@@ -522,9 +522,9 @@ func (k *Kernel) attach(udp bool) (err error) {
 		if k.links[h.name] != nil || !h.needed(udp) {
 			continue
 		}
-		l, err := link.AttachCgroup(link.CgroupOptions{Path: k.o.CgroupRoot, Attach: h.attach, Program: k.coll.Programs[h.program]})
+		l, err := k.attachHook(h)
 		if err != nil {
-			return fmt.Errorf("attach %s to %s: %w%s", h.program, k.o.CgroupRoot, err, attachHint(err))
+			return err
 		}
 		k.links[h.name] = l
 		made = append(made, h.name)
@@ -537,11 +537,51 @@ func (k *Kernel) attach(udp bool) (err error) {
 	return nil
 }
 
-func attachHint(err error) string {
-	if errors.Is(err, unix.EPERM) {
-		return " (needs CAP_NET_ADMIN; or another program is attached there or above without allowing others: see `bpftool cgroup tree`)"
+// attachHook attaches a program, if that takes nobody else's away. One that is attached
+// above with BPF_F_ALLOW_OVERRIDE runs no more where another is attached below
+// (compute_effective_progs in kernel/bpf/cgroup.c), and the kernel says nothing.
+func (k *Kernel) attachHook(h hook) (link.Link, error) {
+	before, err := k.o.effective(h)
+	if err != nil {
+		return nil, err
 	}
-	return ""
+	l, err := link.AttachCgroup(link.CgroupOptions{Path: k.o.CgroupRoot, Attach: h.attach, Program: k.coll.Programs[h.program]})
+	if err != nil {
+		return nil, fmt.Errorf("attach %s to %s: %w%s", h.program, k.o.CgroupRoot, err, attachHint(err, before))
+	}
+	after, err := k.o.effective(h)
+	replaced := difference(before, after)
+	if err == nil && len(replaced) == 0 {
+		return l, nil
+	}
+	err = errors.Join(err, l.Detach(), l.Close())
+	if err != nil {
+		return nil, fmt.Errorf("attach %s to %s: %w", h.program, k.o.CgroupRoot, err)
+	}
+	again, err := k.o.effective(h)
+	if err != nil {
+		return nil, err
+	}
+	if len(difference(replaced, again)) == len(replaced) {
+		return k.attachHook(h) // they went by themselves, just then
+	}
+	return nil, fmt.Errorf("%w: at %s, %s of somebody else is attached above %s so that any program below takes its place (BPF_F_ALLOW_OVERRIDE), and ours would: attach it with BPF_F_ALLOW_MULTI, or give another --cgroup-root",
+		ErrInTheWay, h.label(), describePrograms(replaced), k.o.CgroupRoot)
+}
+
+func attachHint(err error, there []ebpf.ProgramID) string {
+	if !errors.Is(err, unix.EPERM) {
+		return ""
+	}
+	if len(there) == 0 {
+		return " (needs CAP_NET_ADMIN)"
+	}
+	return fmt.Sprintf(" (%s of somebody else is attached there or above and allows no others: attach it with BPF_F_ALLOW_MULTI; `bpftool cgroup tree` shows where)", describePrograms(there))
+}
+
+// difference is what a has and b has not.
+func difference(a, b []ebpf.ProgramID) []ebpf.ProgramID {
+	return slices.DeleteFunc(slices.Clone(a), func(id ebpf.ProgramID) bool { return slices.Contains(b, id) })
 }
 
 func (k *Kernel) detachUDP() error {

@@ -9,14 +9,18 @@ import (
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
+	"golang.org/x/sys/unix"
 )
 
 // Program is a program that is attached to one of our hooks at the root.
 type Program struct {
 	Hook string // "connect4"
-	ID   uint32
-	Name string // "" if it may not be asked for (needs CAP_SYS_ADMIN)
-	Ours bool
+	// Cgroup is the directory that it is attached to, if that is below the root: it runs
+	// before those at the root, for all that is in it.
+	Cgroup string
+	ID     uint32
+	Name   string // "" if it may not be asked for (needs CAP_SYS_ADMIN)
+	Ours   bool
 }
 
 // Attachment is what is attached at the root, measured by what the generation in
@@ -33,9 +37,9 @@ type Attachment struct {
 	Unread []error
 }
 
-// ReadAttachment looks at every hook. ErrNotLoaded if nothing is in force that could
-// need one.
-func ReadAttachment(o Options) (Attachment, error) {
+// ReadAttachment looks at every hook, at the root and at the cgroups whose directories are
+// given. ErrNotLoaded if nothing is in force that could need one.
+func ReadAttachment(o Options, below ...string) (Attachment, error) {
 	r, err := OpenReader(o)
 	if err != nil {
 		return Attachment{}, err
@@ -52,6 +56,9 @@ func ReadAttachment(o Options) (Attachment, error) {
 	after, err := r.namesUDP()
 	if err != nil {
 		return Attachment{}, err
+	}
+	for _, dir := range below {
+		a.Programs = append(a.Programs, programsBelow(dir)...)
 	}
 	// UDP's hooks come before the generation that needs them and go after it: one that
 	// was needed before and after we looked was needed meanwhile.
@@ -163,6 +170,47 @@ func (o Options) attachment() (Attachment, error) {
 	return a, nil
 }
 
+// effective lists the programs that run at a hook for our root: those attached there and
+// those above.
+func (o Options) effective(h hook) ([]ebpf.ProgramID, error) {
+	root, err := os.Open(o.CgroupRoot)
+	if err != nil {
+		return nil, fmt.Errorf("cgroup root: %w", err)
+	}
+	defer root.Close()
+	r, err := link.QueryPrograms(link.QueryOptions{Target: int(root.Fd()), Attach: h.attach, QueryFlags: unix.BPF_F_QUERY_EFFECTIVE})
+	if err != nil {
+		return nil, fmt.Errorf("query the programs of %s at %s: %w", h.label(), o.CgroupRoot, err)
+	}
+	var ids []ebpf.ProgramID
+	for _, p := range r.Programs {
+		ids = append(ids, p.ID)
+	}
+	return ids, nil
+}
+
+// describePrograms names programs by number, and by name where that may be asked for.
+func describePrograms(ids []ebpf.ProgramID) string {
+	var all []string
+	for _, id := range ids {
+		all = append(all, strings.TrimSpace(fmt.Sprintf("program %d %s", id, programName(id))))
+	}
+	return strings.Join(all, ", ")
+}
+
+func programName(id ebpf.ProgramID) string {
+	p, err := ebpf.NewProgramFromID(id)
+	if err != nil {
+		return ""
+	}
+	defer p.Close()
+	info, err := p.Info()
+	if err != nil {
+		return ""
+	}
+	return info.Name
+}
+
 // programsAt lists the programs at one hook.
 func (o Options) programsAt(h hook, root *os.File) ([]Program, error) {
 	ids, err := link.QueryPrograms(link.QueryOptions{Target: int(root.Fd()), Attach: h.attach})
@@ -175,16 +223,29 @@ func (o Options) programsAt(h hook, root *os.File) ([]Program, error) {
 	}
 	var all []Program
 	for _, p := range ids.Programs {
-		one := Program{Hook: h.label(), ID: uint32(p.ID), Ours: uint32(p.ID) == ours}
-		if prog, err := ebpf.NewProgramFromID(p.ID); err == nil {
-			if info, err := prog.Info(); err == nil {
-				one.Name = info.Name
-			}
-			prog.Close()
-		}
-		all = append(all, one)
+		all = append(all, Program{Hook: h.label(), ID: uint32(p.ID), Name: programName(p.ID), Ours: uint32(p.ID) == ours})
 	}
 	return all, nil
+}
+
+// programsBelow lists what is attached to a cgroup's own hooks, none of it ours; nothing if
+// it is gone or may not be looked at, as the root then may not either.
+func programsBelow(dir string) (all []Program) {
+	f, err := os.Open(dir)
+	if err != nil {
+		return nil
+	}
+	defer f.Close()
+	for _, h := range hooks() {
+		r, err := link.QueryPrograms(link.QueryOptions{Target: int(f.Fd()), Attach: h.attach})
+		if err != nil {
+			continue
+		}
+		for _, p := range r.Programs {
+			all = append(all, Program{Hook: h.label(), Cgroup: dir, ID: uint32(p.ID), Name: programName(p.ID)})
+		}
+	}
+	return all
 }
 
 // label is how people know a hook: "connect4".

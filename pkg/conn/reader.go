@@ -374,6 +374,10 @@ func (r *Reader) Snapshot(ctx context.Context) (*Snapshot, error) {
 		// before the dump.
 		if seen && admissions[sl.key()] == sl.admission() {
 			c.State, c.TxBytes, c.RxBytes = so.State.String(), so.TxBytes, so.RxBytes
+			c.Idle = min(so.LastSent, so.LastReceived)
+			if c.Proto == policy.UDP {
+				c.Idle = max(0, time.Duration(now-int64(sl.Tally)))
+			}
 			// Nobody reads the bytes of one that was adopted when it closes, and a sum
 			// never falls.
 			if t != nil && !sl.has(kernelSlotFlagSLOT_ADOPTED) {

@@ -61,7 +61,8 @@ func (k *Kernel) Reconcile(ctx context.Context) (Reconciled, error) {
 			}
 			continue
 		}
-		if so, alive := d.Sockets[s.Cookie]; alive {
+		// A socket that listens is not the connection that it failed to be before.
+		if so, alive := d.Sockets[s.Cookie]; alive && so.State != sockets.Listen {
 			connected := udp[s.Cookie].Connected == s.Part && so.State == sockets.Established
 			if s.Part == 0 || connected || !idle.over(&s, now) {
 				continue

@@ -70,8 +70,10 @@ type Connection struct {
 	Remote                    netip.AddrPort
 	Proto                     policy.Proto
 	Age                       time.Duration
-	// State is the TCP state ("ESTABLISHED"), or "" if the socket was not seen.
-	State            string
+	// State is the TCP state ("established"), or "" if the socket was not seen.
+	State string
+	// Idle is the time since data last went either way; 0 if the socket was not seen.
+	Idle             time.Duration
 	TxBytes, RxBytes uint64
 	// Bulkheads are the keys that it holds, narrowest first.
 	Bulkheads []policy.Key

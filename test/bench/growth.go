@@ -18,6 +18,8 @@ type grownRow struct {
 	KernelBytes  float64 `json:"kernel_bytes"`
 	SlotsBytes   float64 `json:"slots_bytes"`
 	BytesPerSlot float64 `json:"bytes_per_slot,omitempty"`
+	// BytesPerUDP are those for each UDP socket, however many slots it has.
+	BytesPerUDP float64 `json:"bytes_per_udp_socket,omitempty"`
 
 	OverNone estimate `json:"connect_over_none_ns"`
 	Fill     float64  `json:"fill_s"` // for the slots beyond those of the row before
@@ -135,13 +137,23 @@ func (l *lab) growSlots(o options, none *configuration) (rows []grownRow, missin
 		if err != nil {
 			return nil, nil, err
 		}
+		now, err := n.memory()
+		if err != nil {
+			return nil, nil, err
+		}
 		if got := s.Totals.Slots - held; got != uint64(h.n) || s.Totals.SlotsFull > 0 {
 			return nil, nil, fmt.Errorf("%s: %d are taken, and %d had no room", row.Name, got, s.Totals.SlotsFull)
 		}
-		row.BytesPerSlot = (row.SlotsBytes-empty["slots"])/float64(h.n) + empty["slots"]/float64(room)
+		row.BytesPerSlot = (row.SlotsBytes-slotsBytes(empty))/float64(h.n) + slotsBytes(empty)/float64(room)
+		row.BytesPerUDP = (now["udp_sockets"]-empty["udp_sockets"])/float64(h.n) + empty["udp_sockets"]/float64(room)
 		rows = append(rows, row)
 	}
 	return rows, missing, nil
+}
+
+// slotsBytes are those of all that slots are in: the hash, the homes, the filter.
+func slotsBytes(maps map[string]float64) float64 {
+	return maps["slots"] + maps["homes"] + maps["cookies"]
 }
 
 // look measures an agent as it is now.
@@ -159,7 +171,7 @@ func (n *node) look(o options, row *grownRow, z size, none, ours *configuration)
 	for _, bytes := range maps {
 		row.KernelBytes += bytes
 	}
-	row.SlotsBytes = maps["slots"]
+	row.SlotsBytes = slotsBytes(maps)
 
 	times := [2][]float64{}
 	both := []*configuration{none, ours}

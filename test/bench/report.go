@@ -96,13 +96,13 @@ func (r *report) throughputTable(w io.Writer) {
 }
 
 func (r *report) growthTable(w io.Writer) {
-	fmt.Fprintln(w, "growth\tmaps KiB\tslots map KiB\tB a slot\tconnect over none us\t95 %\tfill s\tsnapshot ms\tstart ms\treload ms\tscrape ms\tscrape KiB\tagent RSS MiB\tCPU %: idle\tscraped\t")
+	fmt.Fprintln(w, "growth\tmaps KiB\tslots map KiB\tB a slot\tB a UDP socket\tconnect over none us\t95 %\tfill s\tsnapshot ms\tstart ms\treload ms\tscrape ms\tscrape KiB\tagent RSS MiB\tCPU %: idle\tscraped\t")
 	for _, g := range r.Growth {
-		perSlot := ""
+		perSlot, perUDP := "", ""
 		if g.BytesPerSlot > 0 {
-			perSlot = fmt.Sprintf("%.0f", g.BytesPerSlot)
+			perSlot, perUDP = fmt.Sprintf("%.0f", g.BytesPerSlot), fmt.Sprintf("%.0f", g.BytesPerUDP)
 		}
-		fmt.Fprintf(w, "%s\t%.0f\t%.0f\t%s\t%+.2f\t%+.2f to %+.2f\t%.1f\t%.1f\t%.0f\t%.0f\t%.1f\t%.0f\t%.0f\t%.2f\t%.2f\t\n", g.Name, g.KernelBytes/1024, g.SlotsBytes/1024, perSlot,
+		fmt.Fprintf(w, "%s\t%.0f\t%.0f\t%s\t%s\t%+.2f\t%+.2f to %+.2f\t%.1f\t%.1f\t%.0f\t%.0f\t%.1f\t%.0f\t%.0f\t%.2f\t%.2f\t\n", g.Name, g.KernelBytes/1024, g.SlotsBytes/1024, perSlot, perUDP,
 			g.OverNone.Median/1e3, g.OverNone.Low/1e3, g.OverNone.High/1e3, g.Fill,
 			g.Snapshot, g.Start, g.Reload, g.Scrape, g.ScrapeBytes/1024, g.RSS/(1<<20), g.IdleCPU*100, g.ScrapedCPU*100)
 	}

@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"encoding/json"
 	"fmt"
 	"net"
 	"os"
@@ -276,5 +277,40 @@ func TestLeak(t *testing.T) {
 	}
 	if held[leaky.PID] != 12 || held[good.PID] != 8 {
 		t.Errorf("connections by pid: %v", held)
+	}
+}
+
+// A connection stays with the compartment that admitted it; status counts those whose
+// process is elsewhere by now.
+func TestMoved(t *testing.T) {
+	n := newNode(t)
+	n.serve(1)
+	n.write(shares)
+	n.start()
+	client := n.client("batch")
+	client.MustDial(kerneltest.TCP4, n.addr(1))
+	client.MustDial(kerneltest.TCP4, n.addr(1))
+	want := func(moved int, when string) {
+		t.Helper()
+		var s struct {
+			Slots struct{ Moved int } `json:"slots"`
+		}
+		if err := json.Unmarshal([]byte(n.must("status", "-o", "json")), &s); err != nil {
+			t.Fatal(err)
+		}
+		if s.Slots.Moved != moved {
+			t.Errorf("%s: %d moved, want %d", when, s.Slots.Moved, moved)
+		}
+	}
+	want(0, "before")
+	n.Move(client.PID, n.Mkdir("elsewhere"))
+	want(2, "after the move")
+	wantWords(t, n.must("status"), "2 connections: admitted in another compartment")
+	client.MustDial(kerneltest.TCP4, n.addr(1))
+	want(2, "with one more, which default has admitted")
+	for name, inUse := range map[string]int{"feature_provider batch/deepseek": 2, "provider deepseek": 3} {
+		if b := n.status().find(name); b == nil || b.InUse != inUse {
+			t.Errorf("%s: %+v, want %d in use", name, b, inUse)
+		}
 	}
 }

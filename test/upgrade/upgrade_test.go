@@ -343,7 +343,7 @@ func TestUpgradeKilled(t *testing.T) {
 	}
 	t.Logf("%d of 8 were killed with both in force", both)
 	a.end(syscall.SIGKILL)
-	a = n.start("this")
+	n.start("this")
 	n.calm()
 	n.wantCarried("this")
 	n.release("this")
