@@ -147,9 +147,6 @@ func Run(ctx context.Context, o Options) (err error) {
 	}
 	defer a.kernel.Close()
 	starting.Close() // who comes now finds the pins locked, and by whom
-	if PinsPersist(o.BPFFS) == Private {
-		a.log.Warn("only this mount namespace has the bpf file system: the limits end with it", "bpffs", o.BPFFS, "cure", PrivateCure)
-	}
 	if n := a.kernel.MaxSlots(); o.MaxConnections != 0 && n != o.MaxConnections {
 		a.log.Warn("the table of connections that is in force keeps its size; bulkhead detach and a new start change it",
 			"max_connections", n, "asked_for", o.MaxConnections)
@@ -158,6 +155,9 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	a.ended("start", warnings, nil)
+	if PinsPersist(o.BPFFS) == Private {
+		a.log.Warn("only this mount namespace has the bpf file system: the limits end with it", "bpffs", o.BPFFS, "cure", PrivateCure)
+	}
 	a.reader = a.kernel.Reader()
 	if t, err := a.reader.Totals(); err == nil {
 		a.full = t.SlotsFull // an agent before this one told of them
