@@ -15,7 +15,7 @@ var (
 	workersFlag  = flag.Int("workers", 7, "processes that do them")
 	shrinkFlag   = flag.Duration("shrink", 2*time.Minute, "how long a sequence that fails is made shorter")
 	cyclesFlag   = flag.Int("cycles", defaultCycles, "connections of the churn")
-	steadyFlag   = flag.Duration("steady", 3*time.Second, "how long the rate and the flood go on")
+	steadyFlag   = flag.Duration("steady", defaultSteady, "how long the rate and the flood go on")
 )
 
 func TestMain(m *testing.M) {

@@ -7,7 +7,8 @@ import "time"
 // In an emulated machine, ten times slower.
 const (
 	defaultDuration = 30 * time.Second
-	defaultCycles   = 4_000
+	defaultCycles   = 2_000
+	defaultSteady   = time.Second
 	patience        = 60 * time.Second
 	replayPatience  = 10 * time.Second
 )

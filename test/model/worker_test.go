@@ -303,7 +303,7 @@ func storm(c call) (refused int, err error) {
 			n += 2
 			arrived.Add(1)
 			for spins := 0; arrived.Load() < n; spins++ {
-				if spins > 10_000 {
+				if spins > 100_000 {
 					unix.Syscall(unix.SYS_SCHED_YIELD, 0, 0, 0) // the other has no processor
 				}
 			}
@@ -311,8 +311,29 @@ func storm(c call) (refused int, err error) {
 	}
 	var second try
 	var over, secondRefused bool
+	// On a processor each, or they may take turns on one.
+	var may unix.CPUSet
+	if err := unix.SchedGetaffinity(0, &may); err != nil {
+		return 0, err
+	}
+	defer unix.SchedSetaffinity(0, &may)
+	pin := func(n int) {
+		var one unix.CPUSet
+		for cpu := 0; cpu < 8*int(unsafe.Sizeof(may)); cpu++ {
+			if may.IsSet(cpu) {
+				one.Zero()
+				one.Set(cpu)
+				if n--; n < 0 {
+					break
+				}
+			}
+		}
+		unix.SchedSetaffinity(0, &one)
+	}
+	pin(0)
 	go func() {
 		runtime.LockOSThread()
+		pin(1)
 		for meet := meeting(); ; meet() {
 			if meet(); over {
 				return
