@@ -46,6 +46,11 @@ type Options struct {
 const (
 	tickEvery      = time.Second
 	reconcileEvery = 30 * time.Second
+	// settleEvery is how long the first two rounds of reconciling wait, which free what
+	// an agent that was killed while it took over from another release has left: slots
+	// of connections that closed in that moment. Far longer than a connect that has its
+	// slot may take to show in a dump, on a starved CPU too.
+	settleEvery = 10 * time.Second
 	// reconcileLimit bounds how long a reload may have to wait for reconciling.
 	reconcileLimit = 10 * time.Second
 )
@@ -147,9 +152,6 @@ func Run(ctx context.Context, o Options) (err error) {
 	}
 	defer a.kernel.Close()
 	starting.Close() // who comes now finds the pins locked, and by whom
-	if PinsPersist(o.BPFFS) == Private {
-		a.log.Warn("only this mount namespace has the bpf file system: the limits end with it", "bpffs", o.BPFFS, "cure", PrivateCure)
-	}
 	if n := a.kernel.MaxSlots(); o.MaxConnections != 0 && n != o.MaxConnections {
 		a.log.Warn("the table of connections that is in force keeps its size; bulkhead detach and a new start change it",
 			"max_connections", n, "asked_for", o.MaxConnections)
@@ -158,6 +160,9 @@ func Run(ctx context.Context, o Options) (err error) {
 		return err
 	}
 	a.ended("start", warnings, nil)
+	if PinsPersist(o.BPFFS) == Private {
+		a.log.Warn("only this mount namespace has the bpf file system: the limits end with it", "bpffs", o.BPFFS, "cure", PrivateCure)
+	}
 	a.reader = a.kernel.Reader()
 	if t, err := a.reader.Totals(); err == nil {
 		a.full = t.SlotsFull // an agent before this one told of them
@@ -262,8 +267,9 @@ func (a *agent) serve(ctx context.Context, stop func(), web *webServer, admin ne
 func (a *agent) loop(ctx context.Context, requests <-chan request, contents <-chan string, failed <-chan error) error {
 	tick := time.NewTicker(tickEvery)
 	defer tick.Stop()
-	reconcile := time.NewTicker(reconcileEvery)
+	reconcile := time.NewTicker(settleEvery)
 	defer reconcile.Stop()
+	rounds := 0
 	for {
 		select {
 		case <-ctx.Done():
@@ -290,6 +296,9 @@ func (a *agent) loop(ctx context.Context, requests <-chan request, contents <-ch
 			a.tick()
 		case <-reconcile.C:
 			a.reconcileOnce(ctx)
+			if rounds++; rounds == 2 {
+				reconcile.Reset(reconcileEvery)
+			}
 		}
 	}
 }

@@ -164,3 +164,28 @@ func TestAdoptTwins(t *testing.T) {
 	in.want(0, 1, "after the twin is gone")
 	client.Close(fd)
 }
+
+// What comes and goes while it is looked for has had a slot, and gets no other.
+func TestAdoptBusy(t *testing.T) {
+	in := newInstance(t)
+	plan, cg := in.enforce(adoptPolicy)
+	kerneltest.Serve(t, "127.1.0.1:80", kerneltest.Drain)
+	client, held := in.start(cg), in.start(cg)
+	held.MustDial(kerneltest.TCP4, "127.1.0.1:80")
+	client.Storm(kerneltest.TCP4, "127.1.0.1:80", 4)
+	for i := range 12 {
+		in.apply(plan, member(t, plan, cg, "f", ""))
+		if _, err := in.k.Adopt(context.Background()); err != nil {
+			t.Fatal(err)
+		}
+		if b := in.count(provider("p")); b.InUse < 1 || b.Peak > 2 {
+			t.Fatalf("round %d: %+v, one is held and two are allowed", i, b)
+		}
+	}
+	if counts := client.Calm(); counts[0] == 0 {
+		t.Errorf("connects: %v", counts)
+	}
+	in.inUse(provider("p"), 1, "after the storm")
+	held.Kill()
+	in.empty("after closing")
+}

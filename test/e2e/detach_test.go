@@ -95,7 +95,7 @@ func TestDetachInhabited(t *testing.T) {
 	n.write(shares)
 	n.start()
 	client := n.client("batch")
-	dials(t, client, n.addr(1), 13, syscall.ECONNREFUSED)
+	open := dials(t, client, n.addr(1), 13, syscall.ECONNREFUSED)
 	comm, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", client.PID))
 	if err != nil {
 		t.Fatal(err)
@@ -111,10 +111,13 @@ func TestDetachInhabited(t *testing.T) {
 	if _, err := os.Stat(n.slice("chat")); err == nil {
 		t.Error("the empty slice is still there")
 	}
-	dials(t, client, n.addr(1), 5, 0)
+	open = append(open, dials(t, client, n.addr(1), 5, 0)...)
 
-	// A new start finds it in its place and counts it.
+	// A new start finds it in its place and counts it, with what it has open.
 	a := n.start()
+	wantDial(t, client, syscall.ECONNREFUSED, n.addr(1))
+	n.wantCounts(map[string]counts{"feature_provider batch/deepseek": {12, 17, 17, 0, 1}})
+	client.Close(open[:6]...)
 	wantDial(t, client, 0, n.addr(1))
 	if s := n.status(); strings.Join(s.cgroups("batch"), "") != "/bulkhead.slice/bulkhead-batch.slice" {
 		t.Errorf("batch's cgroups %v", s.cgroups("batch"))

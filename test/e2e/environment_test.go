@@ -215,7 +215,7 @@ func TestSlicesTakenBack(t *testing.T) {
 	before := n.state()
 	n.exclusive(func() {
 		alone := attached(t, n.Cgroup.Path)
-		wantSentence(t, n.run(n.agentCommand()...), 1, "attach bh_connect6 to "+n.Cgroup.Path, "another program", "bpftool cgroup tree")
+		wantSentence(t, n.run(n.agentCommand()...), 1, "attach bh_connect6 to "+n.Cgroup.Path, "of somebody else", "bpftool cgroup tree")
 		n.wantState(before)
 		if ids := attached(t, n.Cgroup.Path); !slices.Equal(ids, alone) {
 			t.Errorf("programs %v are attached, want %v only", ids, alone)

@@ -313,7 +313,8 @@ func TestUpgrade(t *testing.T) {
 	n.release("this")
 }
 
-// Killed at any moment of taking over, whoever comes next finishes it.
+// Killed at any moment of taking over, whoever comes next finishes it. What closed in that
+// very moment is given back by reconciling, a moment later.
 func TestUpgradeKilled(t *testing.T) {
 	n := newNode(t)
 	a := n.start("this")
