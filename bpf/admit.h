@@ -317,6 +317,7 @@ struct ask {
 	__u64 netns;
 	__u8 addr[16];
 	__u32 part; /* of slot_key */
+	__u32 generation;
 	__u16 port; /* host order */
 	__u8 proto;
 	__u8 header; /* IP and TCP header bytes of an ordinary segment */
@@ -353,8 +354,9 @@ __noinline int refused(__u64 route, __u32 blocked, __u32 port, __u64 addr0, __u6
 		 */
 		__u32 why = BLOCKED_WHY(blocked) & 3, which = observe & 1;
 
-		asm volatile("" : "+r"(why), "+r"(which));
-		which = (which & 1) * REASONS + (why & 3);
+		/* So that clang makes no branch of it: without CAP_PERFMON there must be one path. */
+		asm volatile("%0 &= 3; %1 &= 1" : "+r"(why), "+r"(which));
+		which = which * REASONS + why;
 		__sync_fetch_and_add((__u64 *)((char *)b + offsetof(struct bulkhead, rejected)) + which, 1);
 	}
 	at = r->traffic;
@@ -399,6 +401,7 @@ static __always_inline void fill_slot(struct slot *s, const struct route *r, con
 	s->netns = q->netns;
 	s->fin_segs = 0;
 	s->port = q->port;
+	s->generation = q->generation;
 	__builtin_memcpy(s->addr, q->addr, 16);
 }
 

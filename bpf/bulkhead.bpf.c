@@ -60,8 +60,14 @@ static __always_inline int judge(struct bpf_sock_addr *ctx, struct dest_key *key
 		return ALLOW;
 
 	q.proto = ctx->protocol;
-	if (q.proto != IPPROTO_TCP && (q.proto != IPPROTO_UDP || !g->udp))
+	if (q.proto != IPPROTO_TCP && q.proto != IPPROTO_UDP)
 		return ALLOW;
+	if (q.proto == IPPROTO_UDP && !g->udp) {
+		/* What a plan before this one has counted ends all the same. */
+		if (connects)
+			reconnect(bpf_get_socket_cookie(ctx), 0);
+		return ALLOW;
+	}
 	q.port = bpf_ntohs((__u16)ctx->user_port);
 	if (near(g, key->addr, ipv4))
 		provider = provider_of(idx, key, q.proto, q.port);
@@ -70,6 +76,11 @@ static __always_inline int judge(struct bpf_sock_addr *ctx, struct dest_key *key
 	if (q.proto == IPPROTO_UDP) {
 		struct route *r = 0;
 
+		if (have_retval && bpf_get_retval() < 0) {
+			/* Denied before us: a socket's old association stays as it is. */
+			count(TOTAL_REFUSED_EARLIER);
+			return ALLOW;
+		}
 		/* Nothing without a protocol of its own means UDP: a name lookup connects it too. */
 		if (provider != PROVIDER_OTHER)
 			r = route_at(idx, route_of(g, who.compartment, provider));
@@ -106,6 +117,7 @@ static __always_inline int judge(struct bpf_sock_addr *ctx, struct dest_key *key
 	}
 	__builtin_memcpy(q.addr, key->addr, 16);
 	q.netns = bpf_get_netns_cookie(ctx);
+	q.generation = g->generation;
 	q.header = (ipv4 ? 20 : 40) + TCP_HEADER;
 	err = admit(idx, route_of(g, who.compartment, provider), &q);
 	if (!err) {
@@ -174,11 +186,15 @@ int bh_sendmsg6(struct bpf_sock_addr *ctx)
 static __always_inline void count_bytes(struct bpf_sock_ops *ctx, struct slot *s, __u64 seen)
 {
 	struct traffic_count *t = bpf_map_lookup_elem(&traffic, &s->traffic);
-	__u32 old = ctx->args[0], ts = s->flags & SLOT_TIMESTAMPS;
-	__u64 header = s->header, tx, rx;
+	/*
+	 * 64 bits each: a smaller one that clang puts on the stack where a pointer was is
+	 * refused without CAP_PERFMON.
+	 */
+	__u64 old = ctx->args[0], ts = s->flags & SLOT_TIMESTAMPS, header = s->header, tx, rx;
 
 	if (!t)
 		return;
+	asm volatile("" : "+r"(old), "+r"(ts));
 	if (!ctx->bytes_acked) { /* not even the SYN: it was never established */
 		tx = (header + SYN_OPTIONS) * ctx->segs_out;
 		rx = header * ctx->segs_in;
@@ -351,6 +367,20 @@ __noinline int part_of(__u64 addr0, __u64 addr1, __u32 port)
 	return r ? r->part : 0;
 }
 
+/* The number of the generation in force. */
+static __always_inline __u32 generation(void)
+{
+	__u32 zero = 0, idx;
+	struct control_word *c = bpf_map_lookup_elem(&control, &zero);
+	struct gen *g;
+
+	if (!c)
+		return 0;
+	idx = *(volatile __u64 *)&c->word & 1;
+	g = bpf_map_lookup_elem(&gens, &idx);
+	return g ? g->generation : 0;
+}
+
 /*
  * UDP has no counters of its own, so its bytes are counted by packet; attached
  * only while the plan names UDP. A packet that is to be cut into segments later
@@ -378,14 +408,14 @@ static __always_inline int count_udp(struct __sk_buff *skb, int out)
 		return 1;
 	__builtin_memcpy(half, key.addr, 16);
 
-	/* Most sockets speak to one address. */
+	/* Most sockets speak to one address; whose it is, a generation says. */
 	at = u->connected;
 	if (!at)
 		at = u->parts[0];
 	s = find_guest(cookie, at, &seen);
 	if (s)
 		__builtin_memcpy(told, s->addr, 16);
-	if (!s || s->port != port || told[0] != half[0] || told[1] != half[1]) {
+	if (!s || s->port != port || told[0] != half[0] || told[1] != half[1] || s->generation != generation()) {
 		at = part_of(half[0], half[1], port);
 		if (!at)
 			return 1;
@@ -393,8 +423,9 @@ static __always_inline int count_udp(struct __sk_buff *skb, int out)
 	}
 	if (!s || seen & SLOT_RELEASED)
 		return 1;
-	s->tally = bpf_ktime_get_ns(); /* the coarse clock is not for programs of this type */
 	at = s->traffic;
+	/* The coarse clock is not for programs of this type. */
+	touch_slot(s, seen, bpf_ktime_get_ns());
 	t = bpf_map_lookup_elem(&traffic, &at);
 	if (!t)
 		return 1;
@@ -471,8 +502,12 @@ int bh_adopt(struct adopt *a)
 	a->done = 0;
 	s.word = word;
 	s.flags &= ~SLOT_HOME;
-	if (part ? !list_part(cookie, part) || find_guest(cookie, part, &seen) != 0 : find_slot(cookie, &seen) != 0)
+	if (part ? find_guest(cookie, part, &seen) != 0 : find_slot(cookie, &seen) != 0)
 		return 0;
+	if (part && !list_part(cookie, part)) {
+		count(TOTAL_SLOTS_FULL);
+		return 0;
+	}
 	for_holds(i, n)
 		take_anyway(s.bulkheads[i], 0);
 	if (!part)
@@ -493,10 +528,17 @@ int bh_adopt(struct adopt *a)
 	if (err) {
 		for_holds(i, n)
 			give_place(s.bulkheads[i], 0);
+		if (err != -EEXIST)
+			count(TOTAL_SLOTS_FULL);
 		return 0;
 	}
-	if (part && a->connected)
-		reconnect(cookie, part);
+	if (part && a->connected) {
+		/* Unless it has connected elsewhere by now, under its lock. */
+		struct udp_socket *u = find_udp(cookie);
+
+		if (u)
+			__sync_val_compare_and_swap(&u->connected, a->was, part);
+	}
 	a->slot.word = word;
 	a->done = 1;
 	return 0;

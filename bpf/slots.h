@@ -80,6 +80,16 @@ static __always_inline struct slot *find_slot(__u64 cookie, __u64 *seen)
 	return entries & (AT_HOME - 1) ? find_guest(cookie, 0, seen) : 0;
 }
 
+/*
+ * Note when a UDP slot was used. The word is looked at once more, since the element may be
+ * somebody else's by now, whose tally is another thing.
+ */
+static __always_inline void touch_slot(struct slot *s, __u64 seen, __u64 now)
+{
+	if (*(volatile __u64 *)&s->word == seen)
+		s->tally = now;
+}
+
 /* Clear an entry at home whose word is seen. Only one of those who do succeeds. */
 static __always_inline int leave_home(struct slot *h, __u64 seen, __u64 cookie)
 {

@@ -202,7 +202,8 @@ struct slot {
 	 */
 	__u64 tally;
 	__u16 port;		   /* host order */
-	__u16 pad[3];
+	__u16 pad;
+	__u32 generation;	   /* that admitted it */
 	char comm[16];
 	__u8 addr[16];
 };
@@ -261,8 +262,10 @@ struct retire {
  */
 struct adopt {
 	struct slot slot;	   /* word: SLOT_RELEASED if it is, else 0; the word it got is written here */
-	__u32 connected;	   /* UDP: the socket's connect() took it */
+	__u32 connected;	   /* UDP: 1 if it is the one that the socket is connected to, */
+	__u32 was;		   /* which is noted if this is noted now */
 	__u32 done;		   /* out: 1 if it has a slot now that it had not */
+	__u32 pad;
 };
 
 /* Names, for user space and bpftool; the programs never read them. */

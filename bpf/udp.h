@@ -28,7 +28,7 @@ __noinline int use_part(__u64 cookie, __u32 part)
 
 	if (!s || seen & SLOT_RELEASED)
 		return 0;
-	s->tally = bpf_ktime_get_coarse_ns();
+	touch_slot(s, seen, bpf_ktime_get_coarse_ns());
 	return 1;
 }
 
@@ -82,7 +82,7 @@ __noinline int reconnect(__u64 cookie, __u32 part)
 	if (!u)
 		return 0;
 	was = u->connected;
-	u->connected = part; /* connects hold the socket's lock */
+	u->connected = part; /* hooks hold the socket's lock */
 	return was && was != part ? clear_part(cookie, was, 1) : 0;
 }
 

@@ -1,6 +1,7 @@
 package sockets
 
 import (
+	"bytes"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -30,6 +31,9 @@ type Socket struct {
 	// Cgroup is the id of the cgroup that the socket was made in, 0 if the kernel
 	// does not tell (before 5.9).
 	Cgroup uint64
+	// Subflow: it is a path of MPTCP, which the application's own socket is above. Told
+	// to who has CAP_NET_ADMIN.
+	Subflow bool
 	// TxBytes and RxBytes are IP bytes, headers included (see Bytes); 0 for
 	// UDP, whose sockets keep no such counts.
 	TxBytes, RxBytes uint64
@@ -71,6 +75,7 @@ const (
 	sizeofRequest = 56 // struct inet_diag_req_v2
 	sizeofMessage = 72 // struct inet_diag_msg
 	attrInfo      = 2  // INET_DIAG_INFO, the protocol's own tcp_info
+	attrULP       = 19 // INET_DIAG_ULP_INFO: the name of who is above TCP, and more
 	attrCgroup    = 21 // INET_DIAG_CGROUP_ID, 8 bytes
 	timerTimeWait = 3  // idiag_timer of a TIME_WAIT stand-in
 	// States asked for: all but TIME_WAIT (a busy node has tens of thousands)
@@ -186,6 +191,9 @@ func parse(b []byte, proto uint8) (Socket, bool, error) {
 		kind := binary.NativeEndian.Uint16(attrs[2:]) &^ (unix.NLA_F_NESTED | unix.NLA_F_NET_BYTEORDER)
 		if kind == attrCgroup && n >= unix.SizeofRtAttr+8 {
 			s.Cgroup = binary.NativeEndian.Uint64(attrs[unix.SizeofRtAttr:])
+		}
+		if kind == attrULP {
+			s.Subflow = bytes.Contains(attrs[unix.SizeofRtAttr:n], []byte("mptcp\x00"))
 		}
 		if kind == attrInfo && proto == unix.IPPROTO_TCP {
 			raw := attrs[unix.SizeofRtAttr:n]

@@ -17,6 +17,8 @@ var (
 	// ErrUnreachable: nothing on this machine that we may look at leads into
 	// the namespace.
 	ErrUnreachable = errors.New("network namespace cannot be entered")
+	// ErrNowhere: as ErrUnreachable, and there was nothing that we could not look at.
+	ErrNowhere = fmt.Errorf("%w: nothing leads there", ErrUnreachable)
 	// ErrNoDiag: the kernel has no sock_diag for the protocol.
 	ErrNoDiag = errors.New("kernel has no sock_diag for the protocol (modules inet_diag, tcp_diag, udp_diag)")
 )
@@ -95,7 +97,7 @@ func ReadAll(ctx context.Context, wanted map[uint64]struct{}, protos ...uint8) [
 		dumps = append(dumps, Dump{Err: err})
 	}
 	for cookie := range missing {
-		d := Dump{Namespace: Namespace{Cookie: cookie}, Err: ErrUnreachable}
+		d := Dump{Namespace: Namespace{Cookie: cookie}, Err: ErrNowhere}
 		if cause := errors.Join(ctx.Err(), err); cause != nil {
 			d.Err = fmt.Errorf("%w: %w", ErrUnreachable, cause)
 		}

@@ -30,28 +30,51 @@ type Adopted struct {
 	Hidden error
 }
 
-// Adopt gives a slot to each TCP connection that has none and that the plan in force
-// would have given one: those from before the attach, and those to what only this plan
-// names. They are there already, so they take their places whatever the limits; a
+// Adopt gives a slot to each connection, TCP or connected UDP, that has none and that the
+// plan in force would have given one: those from before the attach, and those to what only
+// this plan names. They are there already, so they take their places whatever the limits; a
 // bulkhead that is over its limit then refuses newcomers until it is below. A connection
 // belongs where a process that holds it is now, or, if none is found, where its socket
 // was made.
 //
-// Their close is noticed as any other. The kernel tells nothing else of them, so their
-// bytes are shown while they are open and are in no sum, and their age is counted from
-// now.
+// Those of MPTCP are left alone. The close of the others is noticed as any other. The kernel tells nothing else of those of TCP, so
+// their bytes are shown while they are open and are in no sum; and their age is counted
+// from now.
 func (k *Kernel) Adopt(ctx context.Context) (Adopted, error) {
-	f := k.known.Load()
-	if f == nil {
+	if k.tables == nil {
 		return Adopted{}, ErrNoPlan
 	}
-	found, out, err := k.o.strays(ctx, f.plan, f.members, func() ([]slot, error) { return readSlots(k.coll.Maps) })
+	out, err := k.adoptAll(ctx, policy.TCP)
+	if err == nil && k.tables.gen.Udp != 0 {
+		var udp Adopted
+		udp, err = k.adoptAll(ctx, policy.UDP)
+		out.Slots += udp.Slots
+		out.Unplaced += udp.Unplaced
+		out.Errors = append(out.Errors, udp.Errors...)
+	}
+	return out, err
+}
+
+func (k *Kernel) adoptAll(ctx context.Context, proto policy.Proto) (Adopted, error) {
+	f := k.known.Load()
+	udp, err := k.udpSockets()
+	if err != nil {
+		return Adopted{}, err
+	}
+	a := asked{f.plan, f.members, proto, func(provider uint32) uint32 {
+		if proto != policy.UDP {
+			return 0
+		}
+		return k.tables.routes[provider].Part
+	}}
+	found, out, err := k.o.strays(ctx, a, func() ([]slot, error) { return readSlots(k.coll.Maps) })
 	if err != nil || len(found) == 0 {
 		return out, err
 	}
 	var adopted []stray
 	for _, s := range found {
-		if s.word, err = k.adopt(f, s); err != nil {
+		s.tally = uint64(monotonic())
+		if s.word, err = k.adopt(f, s, udp[s.Cookie].Connected); err != nil {
 			return out, err
 		}
 		if s.word != 0 {
@@ -66,7 +89,8 @@ func (k *Kernel) Adopt(ctx context.Context) (Adopted, error) {
 // Existing says how many connections there are that Adopt would count if a plan came into
 // force with these members, by bulkhead, without changing anything.
 func Existing(ctx context.Context, o Options, plan *policy.Plan, members []Member) (map[policy.Key]uint32, error) {
-	found, _, err := o.strays(ctx, plan, members, func() ([]slot, error) {
+	a := asked{plan, members, policy.TCP, func(uint32) uint32 { return 0 }}
+	found, _, err := o.strays(ctx, a, func() ([]slot, error) {
 		r, err := OpenReader(o)
 		if errors.Is(err, ErrNotLoaded) || errors.Is(err, ErrOtherRelease) {
 			return nil, nil
@@ -94,11 +118,21 @@ type stray struct {
 	sockets.Socket
 	netns       uint64
 	provider    uint32
+	part        uint32 // of its slot's key
 	compartment uint32
 	cgroup      uint64 // where it belongs
 	pid         uint32
 	comm        string
-	word        uint64 // of its slot, once it has one
+	word, tally uint64 // of its slot, once it has one
+}
+
+// asked is what strays are looked for: by a plan and who is where, of a protocol, and the
+// number that a provider has in slots.
+type asked struct {
+	plan    *policy.Plan
+	members []Member
+	proto   policy.Proto
+	part    func(provider uint32) uint32
 }
 
 // sighting is what two looks at the namespaces of strays saw.
@@ -121,7 +155,7 @@ func look(ctx context.Context, all []stray) sighting {
 		if len(wanted) == 0 {
 			break
 		}
-		for _, d := range sockets.ReadAll(ctx, wanted, unix.IPPROTO_TCP) {
+		for _, d := range sockets.ReadAll(ctx, wanted, all[0].Proto) {
 			delete(wanted, d.Cookie)
 			if !d.Complete {
 				s.unsure[d.Cookie] = true
@@ -147,7 +181,7 @@ func (k *Kernel) dropGhosts(ctx context.Context, adopted []stray) (n int, err er
 		if alive.seen[a.Cookie] || alive.unsure[a.netns] {
 			continue
 		}
-		s := slot{kernelSlot{Cookie: a.Cookie, Word: a.word}}
+		s := slot{kernelSlot{Cookie: a.Cookie, Part: a.part, Word: a.word, Tally: a.tally}}
 		done, err := k.retire(&s)
 		if err != nil {
 			return n, err
@@ -165,8 +199,8 @@ func (k *Kernel) dropGhosts(ctx context.Context, adopted []stray) (n int, err er
 }
 
 // strays are the connections that have no slot and that a plan would have given one.
-func (o Options) strays(ctx context.Context, plan *policy.Plan, members []Member, read func() ([]slot, error)) (all []stray, out Adopted, err error) {
-	dumps, hidden := sockets.ReadEvery(ctx, unix.IPPROTO_TCP)
+func (o Options) strays(ctx context.Context, a asked, read func() ([]slot, error)) (all []stray, out Adopted, err error) {
+	dumps, hidden := sockets.ReadEvery(ctx, uint8(a.proto))
 	out.Hidden = hidden
 	// Read behind the dump: what the dump saw and our programs know has its slot by now,
 	// or is closed.
@@ -174,9 +208,9 @@ func (o Options) strays(ctx context.Context, plan *policy.Plan, members []Member
 	if err != nil {
 		return nil, out, err
 	}
-	have := make(map[uint64]bool, len(slots))
+	have := make(map[slotKey]bool, len(slots))
 	for _, s := range slots {
-		have[s.Cookie] = true
+		have[s.key()] = true
 	}
 	var found []stray
 	for _, d := range dumps {
@@ -184,12 +218,12 @@ func (o Options) strays(ctx context.Context, plan *policy.Plan, members []Member
 			out.Errors = append(out.Errors, fmt.Errorf("%s: %w", d.Namespace, d.Err))
 		}
 		// What the dump did see is there.
-		found = append(found, candidates(plan, d, have)...)
+		found = append(found, candidates(a, d, have)...)
 	}
 	if len(found) == 0 {
 		return nil, out, nil
 	}
-	places, err := o.compartments(members)
+	places, err := o.compartments(a.members)
 	if err != nil {
 		return nil, out, err
 	}
@@ -206,7 +240,7 @@ func (o Options) strays(ctx context.Context, plan *policy.Plan, members []Member
 			out.Unplaced++
 			continue
 		}
-		if c.Protected || plan.Route(c.Compartment, s.provider).CountOnly {
+		if c.Protected || a.plan.Route(c.Compartment, s.provider).CountOnly {
 			continue
 		}
 		s.compartment = c.Compartment
@@ -217,9 +251,9 @@ func (o Options) strays(ctx context.Context, plan *policy.Plan, members []Member
 
 // candidates are the connections of a dump that have no slot and that some compartment's
 // route would give one.
-func candidates(plan *policy.Plan, d sockets.Dump, have map[uint64]bool) []stray {
-	slotted := make([]bool, len(plan.Providers))
-	for _, r := range plan.Routes {
+func candidates(a asked, d sockets.Dump, have map[slotKey]bool) []stray {
+	slotted := make([]bool, len(a.plan.Providers))
+	for _, r := range a.plan.Routes {
 		slotted[r.Provider] = slotted[r.Provider] || !r.CountOnly
 	}
 	listened := map[uint16]bool{}
@@ -233,12 +267,17 @@ func candidates(plan *policy.Plan, d sockets.Dump, have map[uint64]bool) []stray
 		if !opened(s.State) {
 			continue // no descriptor holds it any more, or it is no connection
 		}
-		if have[s.Cookie] || listened[s.Local.Port()] { // accepted, not made
+		if s.Subflow {
+			continue // no hook would tell of its end: the release of MPTCP's is another socket's
+		}
+		if listened[s.Local.Port()] {
+			continue // accepted, not made
+		}
+		p := a.plan.Lookup(s.Remote.Addr(), s.Remote.Port(), a.proto)
+		if !slotted[p] || a.proto == policy.UDP && p == 0 || have[slotKey{s.Cookie, a.part(p)}] {
 			continue
 		}
-		if p := plan.Lookup(s.Remote.Addr(), s.Remote.Port(), policy.TCP); slotted[p] {
-			all = append(all, stray{Socket: s, netns: d.Cookie, provider: p, cgroup: s.Cgroup})
-		}
+		all = append(all, stray{Socket: s, netns: d.Cookie, provider: p, part: a.part(p), cgroup: s.Cgroup})
 	}
 	return all
 }
@@ -357,14 +396,20 @@ func (o Options) compartments(members []Member) (map[uint64]Member, error) {
 // trueRoot is the id of the hierarchy's root, whose own processes are never refused.
 const trueRoot = 1
 
-// adopt runs the program that does it, and returns the slot's word, 0 if it has one
-// already, or there is no room.
-func (k *Kernel) adopt(f *inForce, s stray) (uint64, error) {
+// adopt runs the program that does it, and notes the slot's word, 0 if it has one already
+// or there is no room. connected is what is noted of a UDP socket.
+func (k *Kernel) adopt(f *inForce, s stray, connected uint32) (uint64, error) {
 	r := k.tables.routes[s.compartment*uint32(len(f.plan.Providers))+s.provider]
-	in := kernelAdopt{Slot: kernelSlot{
-		Cookie: s.Cookie, Netns: s.netns, BornNs: uint64(monotonic()), Addr: s.Remote.Addr().As16(), Port: s.Remote.Port(),
-		Pid: s.pid, Proto: s.Proto, Flags: uint8(kernelSlotFlagSLOT_ADOPTED), Traffic: r.Traffic, N: uint8(r.N),
-	}}
+	in := kernelAdopt{
+		Slot: kernelSlot{
+			Cookie: s.Cookie, Part: s.part, Netns: s.netns, BornNs: s.tally, Addr: s.Remote.Addr().As16(), Port: s.Remote.Port(),
+			Pid: s.pid, Proto: s.Proto, Flags: uint8(kernelSlotFlagSLOT_ADOPTED), Traffic: r.Traffic, N: uint8(r.N), Generation: f.gen.Generation,
+		},
+		Was: connected,
+	}
+	if s.part != 0 {
+		in.Slot.Tally, in.Connected = s.tally, 1
+	}
 	for i, h := range r.Holds[:r.N] {
 		in.Slot.Bulkheads[i] = h.Bulkhead
 	}

@@ -189,3 +189,14 @@ func TestAdoptBusy(t *testing.T) {
 	held.Kill()
 	in.empty("after closing")
 }
+
+// The paths that the kernel adds to a connection of MPTCP are not adopted: no hook would
+// tell of their end.
+func TestAdoptSubflows(t *testing.T) {
+	in := newInstance(t)
+	subflows(in, func() {
+		in.inUse(provider("p"), 1, "one connection")
+		in.adopt(0, "with three paths")
+		in.inUse(provider("p"), 1, "after it")
+	})
+}

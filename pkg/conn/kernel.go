@@ -49,6 +49,7 @@ type Kernel struct {
 
 	predecessors []*predecessor // what other releases have left in force
 
+	nowhere map[uint64]int     // rounds in which nothing led to a network namespace
 	missing map[slotKey]uint64 // words of slots that the last complete dump lacked
 }
 
@@ -117,6 +118,12 @@ func Open(o Options) (_ *Kernel, err error) {
 	}
 	if k.predecessors, err = o.openPredecessors(); err != nil {
 		return nil, err
+	}
+	for _, p := range k.predecessors {
+		// There must be room for all that it has.
+		if m := p.maps[kernelMapSlots]; m != nil && !k.pinned && m.MaxEntries() > k.spec.Maps[kernelMapSlots].MaxEntries {
+			resize(k.spec, m.MaxEntries())
+		}
 	}
 	if err := setConstants(k.spec); err != nil {
 		return nil, err

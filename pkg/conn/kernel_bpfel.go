@@ -17,7 +17,9 @@ type kernelAdopt struct {
 	_         structs.HostLayout
 	Slot      kernelSlot
 	Connected uint32
+	Was       uint32
 	Done      uint32
+	Pad       uint32
 }
 
 type kernelBulkhead struct {
@@ -173,25 +175,26 @@ const (
 )
 
 type kernelSlot struct {
-	_         structs.HostLayout
-	Word      uint64
-	Cookie    uint64
-	Part      uint32
-	N         uint8
-	Proto     uint8
-	Flags     uint8
-	Header    uint8
-	Traffic   uint32
-	Pid       uint32
-	Bulkheads [7]uint32
-	FinSegs   uint32
-	BornNs    uint64
-	Netns     uint64
-	Tally     uint64
-	Port      uint16
-	Pad       [3]uint16
-	Comm      [16]int8
-	Addr      [16]uint8
+	_          structs.HostLayout
+	Word       uint64
+	Cookie     uint64
+	Part       uint32
+	N          uint8
+	Proto      uint8
+	Flags      uint8
+	Header     uint8
+	Traffic    uint32
+	Pid        uint32
+	Bulkheads  [7]uint32
+	FinSegs    uint32
+	BornNs     uint64
+	Netns      uint64
+	Tally      uint64
+	Port       uint16
+	Pad        uint16
+	Generation uint32
+	Comm       [16]int8
+	Addr       [16]uint8
 }
 
 type kernelSlotFlag uint32

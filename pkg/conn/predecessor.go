@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"reflect"
 	"slices"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"unsafe"
@@ -325,6 +326,10 @@ func (r *raiser) peak(i, least uint32) {
 // succeed gives each slot of a predecessor one of ours, and then ends it: its programs,
 // its pins. Ours are attached.
 func (k *Kernel) succeed(p *predecessor) error {
+	// A connect that began before ours were attached is theirs alone.
+	if err := k.wait(); err != nil {
+		return err
+	}
 	theirs, err := p.names()
 	if err != nil {
 		return err
@@ -332,21 +337,35 @@ func (k *Kernel) succeed(p *predecessor) error {
 	if err := k.importSlots(p, theirs); err != nil {
 		return err
 	}
-	entries, err := os.ReadDir(p.dir)
+	aside, err := k.putAside(p)
+	if err != nil {
+		return err
+	}
+	entries, err := os.ReadDir(aside)
 	if err != nil {
 		return fmt.Errorf("pins of the release before: %w", err)
 	}
 	// What takes slots goes first, as in Detach.
-	if err := detachAll(p.dir, entries); err != nil {
+	if err := detachAll(aside, entries); err != nil {
 		return err
 	}
 	if err := k.carry(p); err != nil {
 		return err
 	}
-	if err := os.RemoveAll(p.dir); err != nil {
+	if err := os.RemoveAll(aside); err != nil {
 		return fmt.Errorf("remove the pins of the release before: %w", err)
 	}
 	return nil
+}
+
+// putAside makes a predecessor nobody's: a start that is killed from here on leaves what
+// the next removes, and not maps that say of closed connections that they are open.
+func (k *Kernel) putAside(p *predecessor) (string, error) {
+	aside := filepath.Join(k.o.dir(), staging+filepath.Base(p.dir)+"-"+strconv.Itoa(os.Getpid()))
+	if err := os.Rename(p.dir, aside); err != nil {
+		return "", fmt.Errorf("put the pins of the release before aside: %w", err)
+	}
+	return aside, nil
 }
 
 // importSlots makes our slots of theirs. A socket's release runs their program first and

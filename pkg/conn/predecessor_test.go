@@ -148,6 +148,72 @@ func TestSuccessionRaces(t *testing.T) {
 	in.empty("after the storm")
 }
 
+// A start that is killed while it removes the release before leaves nothing that the next
+// would take for open connections.
+func TestSuccessionKilledLate(t *testing.T) {
+	in := newInstance(t)
+	in.close()
+	in.o.layout = 101
+	in.open()
+	plan, cg := in.enforce(successionPolicy)
+	server := kerneltest.Serve(t, "127.1.0.1:80", kerneltest.Drain)
+	client := in.start(cg)
+	open := []int{client.MustDial(kerneltest.TCP4, server.Addr), client.MustDial(kerneltest.TCP4, server.Addr)}
+	in.close()
+	in.o.layout = 102
+	in.open()
+	p := in.k.predecessors[0]
+	in.k.predecessors = nil
+	in.apply(plan, member(t, plan, cg, "f", ""))
+	theirs, err := p.names()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := in.k.importSlots(p, theirs); err != nil {
+		t.Fatal(err)
+	}
+	aside, err := in.k.putAside(p)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.close() // killed here
+	in.close()
+	if err := os.Remove(filepath.Join(aside, kernelMapLayout)); err != nil { // or here, within the removing
+		t.Fatal(err)
+	}
+	client.Close(open...)
+	in.open()
+	in.apply(plan, member(t, plan, cg, "f", ""))
+	in.empty("after the next start")
+	kerneltest.Poll(t, "only ours are attached", func() error { // the kernel detaches later
+		for name, n := range attached(t, in.Cgroup.Path) {
+			if n != 1 {
+				return fmt.Errorf("%d programs at %s", n, name)
+			}
+		}
+		return nil
+	})
+	if _, err := os.Stat(aside); err == nil {
+		t.Errorf("%s is left", aside)
+	}
+}
+
+// There is room for all that the release before has, whatever was asked for.
+func TestSuccessionSmaller(t *testing.T) {
+	in := newInstance(t)
+	in.close()
+	in.o.layout, in.o.MaxSlots = 101, 4*MinMaxSlots
+	in.open()
+	plan, cg := in.enforce(successionPolicy)
+	in.close()
+	in.o.layout, in.o.MaxSlots = 102, MinMaxSlots
+	in.open()
+	in.apply(plan, member(t, plan, cg, "f", ""))
+	if n := in.k.MaxSlots(); n != 4*MinMaxSlots {
+		t.Errorf("room for %d, want %d", n, 4*MinMaxSlots)
+	}
+}
+
 // A release that does not describe its layout is not taken over, and stays in force.
 func TestNoSuccession(t *testing.T) {
 	in := newInstance(t)

@@ -2,7 +2,9 @@ package conn
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"net/netip"
 	"time"
 
 	"github.com/cilium/ebpf"
@@ -16,6 +18,9 @@ type Reconciled struct {
 	// Reclaimed slots were given back: their socket was in neither of two complete
 	// dumps of its network namespace.
 	Reclaimed int
+	// Adopted are UDP sockets that are connected to a provider and had no slot of it: a
+	// connect elsewhere failed behind our hook, or it raced with another thread's.
+	Adopted int
 	// Errors are namespaces that could not be read; nothing of theirs was freed.
 	Errors []error
 }
@@ -32,10 +37,6 @@ func (k *Kernel) Reconcile(ctx context.Context) (Reconciled, error) {
 	if err != nil {
 		return out, err
 	}
-	udp, err := k.udpSockets()
-	if err != nil {
-		return out, err
-	}
 	wanted := map[uint64]struct{}{}
 	for _, s := range slots {
 		wanted[s.Netns] = struct{}{}
@@ -49,10 +50,20 @@ func (k *Kernel) Reconcile(ctx context.Context) (Reconciled, error) {
 			}
 		}
 	}
+	nowhere := map[uint64]int{}
+	for cookie, d := range dumps {
+		if errors.Is(d.Err, sockets.ErrNowhere) {
+			nowhere[cookie] = k.nowhere[cookie] + 1
+		}
+	}
+	k.nowhere = nowhere
 	now, idle := monotonic(), k.idleTimes()
 	missing := map[slotKey]uint64{}
 	for _, s := range slots {
 		d, ok := dumps[s.Netns]
+		if ok && k.gone(d) {
+			d.Complete = true // and empty
+		}
 		if !ok || !d.Complete {
 			// Keep what earlier dumps proved: this one says nothing.
 			if w, was := k.missing[s.key()]; was && w == s.Word {
@@ -62,7 +73,9 @@ func (k *Kernel) Reconcile(ctx context.Context) (Reconciled, error) {
 		}
 		// A socket that listens is not the connection that it failed to be before.
 		if so, alive := d.Sockets[s.Cookie]; alive && so.State != sockets.Listen {
-			connected := udp[s.Cookie].Connected == s.Part && so.State == sockets.Established
+			// By where it is: a connect elsewhere that failed behind our hook leaves the
+			// association as it was.
+			connected := so.State == sockets.Established && k.partOf(so.Remote) == s.Part
 			if s.Part == 0 || connected || !idle.over(&s, now) {
 				continue
 			}
@@ -84,19 +97,32 @@ func (k *Kernel) Reconcile(ctx context.Context) (Reconciled, error) {
 		}
 	}
 	k.missing = missing
+	if k.tables != nil && k.tables.gen.Udp != 0 {
+		a, err := k.adoptAll(ctx, policy.UDP)
+		if err != nil {
+			return out, err
+		}
+		out.Adopted = a.Slots
+	}
 	return out, k.Forget()
 }
+
+// goneRounds are the rounds in a row, ten minutes by the agent's period, in which a network
+// namespace must not be found before it counts as gone.
+const goneRounds = 20
+
+// gone says whether a network namespace is no more: again and again nothing led there,
+// though every process, mount, thread and socket could be looked at. Only sockets that are
+// on their way in a message of a Unix socket hide so.
+func (k *Kernel) gone(d sockets.Dump) bool { return k.nowhere[d.Cookie] >= goneRounds }
 
 // Expire gives back the slots of UDP sockets that have sent their provider nothing, and
 // received nothing from it, for the time that the policy calls idle, and returns how many.
 // A socket that is connected to the provider keeps its slot.
 func (k *Kernel) Expire() (int, error) {
-	if k.tables == nil || k.tables.gen.Udp == 0 {
-		return 0, nil
-	}
 	udp, err := k.udpSockets()
-	if err != nil || len(udp) == 0 {
-		return 0, err
+	if err != nil || len(udp) == 0 || k.tables == nil || k.tables.gen.Udp == 0 {
+		return 0, err // Reconcile does it for what an earlier plan has left
 	}
 	slots, err := readGuests(k.coll.Maps)
 	if err != nil {
@@ -117,6 +143,15 @@ func (k *Kernel) Expire() (int, error) {
 		}
 	}
 	return n, nil
+}
+
+// partOf is the number in slots of the provider of a UDP address.
+func (k *Kernel) partOf(remote netip.AddrPort) uint32 {
+	if k.plan == nil {
+		return 0
+	}
+	p := k.plan.Lookup(remote.Addr(), remote.Port(), policy.UDP)
+	return k.tables.routes[p].Part
 }
 
 // idleTimes are the idle times of routes, by the index of their counter.

@@ -18,6 +18,7 @@ func TestReconcile(t *testing.T) {
 		test{"frees nothing that lives", testReconcileFreesNothingAlive},
 		test{"frees nothing that it cannot see", testReconcileUnreachableNamespace},
 		test{"finds the namespace of a socket alone", testReconcileStrayNamespace},
+		test{"frees what was in a namespace that is no more", testReconcileGoneNamespace},
 		test{"retires what it saw, and nothing else", testRetireOldWord},
 		test{"retiring races with the hooks", testRetireRaces},
 		test{"deleting tombstones races with the hooks", testBuryRaces},
@@ -103,6 +104,31 @@ func testReconcileUnreachableNamespace(in *instance) {
 	}
 	if s := in.snapshot(); len(s.Unseen) != 1 {
 		in.Errorf("unseen namespaces %q, want one", s.Unseen)
+	}
+	client.Close(fd)
+}
+
+// A network namespace that is no more keeps its slots for some rounds only, where all that
+// could lead there can be looked at.
+func testReconcileGoneNamespace(in *instance) {
+	client, _ := two(in)
+	fd, s := unreachable(in, client)
+	in.rewrite(&s, func(s *kernelSlot) { s.Netns = 1 << 60 })
+	r := in.reconcile()
+	if len(r.Errors) != 1 {
+		in.Fatalf("errors %v, want one", r.Errors)
+	}
+	last := goneRounds + 1
+	if !errors.Is(r.Errors[0], sockets.ErrNowhere) {
+		in.Logf("something cannot be looked at here, so nothing is gone: %v", r.Errors[0])
+		last = 0
+	}
+	for i := 2; i <= goneRounds+1; i++ {
+		in.want(1, 0, fmt.Sprint("after rounds: ", i-1))
+		in.reconcile()
+	}
+	if last != 0 {
+		in.want(0, 0, "after the last round")
 	}
 	client.Close(fd)
 }

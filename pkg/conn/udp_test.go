@@ -30,6 +30,11 @@ func TestUDP(t *testing.T) {
 		test{"idle", testUDPIdle},
 		test{"more providers than one socket can hold", testUDPProviders},
 		test{"a socket that closed unseen", testUDPUnseen},
+		test{"connect elsewhere that fails", testUDPFailsElsewhere},
+		test{"a policy that stops naming UDP", testUDPStops},
+		test{"a provider that is renamed", testUDPRenamed},
+		test{"adopted", testUDPAdopted},
+		test{"adopted while it connects elsewhere", testUDPAdoptedLate},
 		test{"bytes", testUDPBytes},
 		test{"bytes of one socket to two providers", testUDPBytesApart},
 		test{"bytes of what is cut into segments later", testUDPSegments},
@@ -396,6 +401,135 @@ func testUDPUnseen(in *instance) {
 		in.reconcile()
 	}
 	in.empty("after Reconciles")
+}
+
+// If a connect elsewhere fails the kernel leaves the association as it is. Who denies it
+// before us is seen; what fails behind us is found by Reconcile.
+func testUDPFailsElsewhere(in *instance) {
+	_, cg := in.enforce(udpPolicy)
+	client := in.start(cg)
+	fd := client.MustDial(kerneltest.UDP4, "127.1.0.1:80")
+	wantErrno(in, client.Connect(fd, "192.0.2.1:80"), syscall.ENETUNREACH, "connect without a route")
+	if r := in.reconcile(); r.Adopted != 1 {
+		in.Errorf("%+v, want one adopted", r)
+	}
+	in.want(1, 0, "after a connect without a route and a Reconcile")
+	if _, err := in.k.Expire(); err != nil {
+		in.Fatal(err)
+	}
+	wantErrno(in, client.SendTo(fd, "127.2.0.1:80", 1), 0, "sendto q")
+	denyAll(in, cg.Path)
+	for _, addr := range []string{"127.2.0.1:80", "127.9.0.1:80"} {
+		wantErrno(in, client.Connect(fd, addr), syscall.EPERM, "connect to "+addr+", which somebody else denies")
+		in.want(1, 1, "after it")
+	}
+	client.Close(fd)
+}
+
+// What a policy that names UDP has counted ends under one that does not.
+func testUDPStops(in *instance) {
+	client := udp(in)
+	elsewhere, kept := client.MustDial(kerneltest.UDP4, "127.1.0.1:80"), client.MustDial(kerneltest.UDP4, "127.1.0.1:80")
+	plan := planOf(in, strings.ReplaceAll(strings.ReplaceAll(udpPolicy, "protocol: udp, ", ""), "protocol: [tcp, udp], ", ""))
+	in.apply(plan, member(in, plan, in.Mkdir("f"), "f", ""))
+	in.want(2, 0, "after the reload")
+	wantErrno(in, client.Connect(elsewhere, "127.9.0.1:80"), 0, "connect elsewhere")
+	in.want(1, 0, "after a connect elsewhere")
+	client.Close(elsewhere, kept)
+	in.empty("after the close")
+}
+
+// A datagram keeps the slot of the provider that its address has now.
+func testUDPRenamed(in *instance) {
+	const policy = "providers:\n  p: {cidrs: [127.1.0.0/16], protocol: udp}\nfeatures:\n  f: {class: batch}\n"
+	_, cg := in.enforce(policy)
+	client := in.start(cg)
+	fd := client.Socket(kerneltest.UDP4)
+	send := func() {
+		in.Helper()
+		wantErrno(in, client.SendTo(fd, "127.1.0.1:80", 100), 0, "sendto")
+	}
+	send()
+	plan := planOf(in, strings.Replace(policy, "  p: {", "  z: {", 1))
+	in.apply(plan, member(in, plan, cg, "f", ""))
+	send()
+	used := func() map[string]uint64 {
+		m := map[string]uint64{}
+		slots, err := readSlots(in.k.coll.Maps)
+		if err != nil {
+			in.Fatal(err)
+		}
+		for _, s := range slots {
+			m[in.remote(s)] = s.Tally
+		}
+		return m
+	}
+	before := used()
+	kerneltest.Poll(in, "a datagram is noted", func() error {
+		send()
+		if now := used(); now["z"] == before["z"] {
+			return fmt.Errorf("%v, was %v", now, before)
+		}
+		return nil
+	})
+	if now := used(); now["p"] != before["p"] {
+		in.Errorf("a datagram to z has kept the slot of p: %v, was %v", now, before)
+	}
+	if p, z := in.traffic("f", "", "p").TxBytes, in.traffic("f", "", "z").TxBytes; p != 128 || z < 2*128 {
+		in.Errorf("%d bytes to p, %d to z", p, z)
+	}
+	client.Close(fd)
+}
+
+// A UDP socket that was connected before the policy named its destination.
+func testUDPAdopted(in *instance) {
+	cg := in.Mkdir("f")
+	client := in.start(cg)
+	fd := client.MustDial(kerneltest.UDP4, "127.1.0.1:80")
+	client.MustDial(kerneltest.UDP4, "127.9.0.1:80")
+	plan := planOf(in, udpPolicy)
+	in.apply(plan, member(in, plan, cg, "f", ""))
+	in.adopt(1, "after the reload")
+	in.want(1, 0, "after it")
+	if n, err := in.k.Expire(); n != 0 || err != nil {
+		in.Errorf("%d expired (%v)", n, err)
+	}
+	wantErrno(in, client.SendTo(fd, "", 100), 0, "send")
+	if n := in.traffic("f", "", "p").TxBytes; n != 128 {
+		in.Errorf("%d bytes, want 128", n)
+	}
+	wantErrno(in, client.Connect(fd, "127.2.0.1:80"), 0, "connect elsewhere")
+	in.want(0, 1, "after it")
+	client.Close(fd)
+}
+
+// What another release has noted of a socket is not what holds if the socket has
+// connected elsewhere meanwhile.
+func testUDPAdoptedLate(in *instance) {
+	client := udp(in)
+	a, b := client.MustDial(kerneltest.UDP4, "127.1.0.1:80"), client.Socket(kerneltest.UDP4)
+	slots, err := readSlots(in.k.coll.Maps)
+	if err != nil || len(slots) != 1 {
+		in.Fatal(err, slots)
+	}
+	late := kernelAdopt{Slot: slots[0].kernelSlot, Connected: 1}
+	client.Close(a)
+	wantErrno(in, client.Connect(b, "127.2.0.1:80"), 0, "connect to q")
+	slots, err = readSlots(in.k.coll.Maps)
+	if err != nil || len(slots) != 1 {
+		in.Fatal(err, slots)
+	}
+	late.Slot.Word, late.Slot.Cookie = 0, slots[0].Cookie
+	out, err := in.k.runAdopt(&late)
+	if err != nil || out.Done != 1 {
+		in.Fatal(err, out)
+	}
+	in.want(1, 1, "adopted") // and retired, as the other release has it no more
+	if done, err := in.k.retire(&slot{out.Slot}); err != nil || !done {
+		in.Fatal(done, err)
+	}
+	in.want(0, 1, "after that")
+	client.Close(b)
 }
 
 // Datagrams of one socket are counted where they go.
