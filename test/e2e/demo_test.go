@@ -222,7 +222,7 @@ func TestDemoKept(t *testing.T) {
 					commands = append(commands, strings.TrimSpace(line))
 				}
 			}
-			if len(commands) != 7 {
+			if len(commands) != 6 {
 				t.Errorf("%q", commands)
 			}
 			for _, c := range commands {
