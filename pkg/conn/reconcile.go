@@ -103,6 +103,7 @@ func (k *Kernel) Reconcile(ctx context.Context) (Reconciled, error) {
 			return out, err
 		}
 		out.Adopted = a.Slots
+		out.Errors = append(out.Errors, a.Errors...)
 	}
 	return out, k.Forget()
 }
@@ -120,9 +121,12 @@ func (k *Kernel) gone(d sockets.Dump) bool { return k.nowhere[d.Cookie] >= goneR
 // received nothing from it, for the time that the policy calls idle, and returns how many.
 // A socket that is connected to the provider keeps its slot.
 func (k *Kernel) Expire() (int, error) {
+	if k.tables == nil || k.tables.gen.Udp == 0 {
+		return 0, nil // Reconcile does it for what an earlier plan has left
+	}
 	udp, err := k.udpSockets()
-	if err != nil || len(udp) == 0 || k.tables == nil || k.tables.gen.Udp == 0 {
-		return 0, err // Reconcile does it for what an earlier plan has left
+	if err != nil || len(udp) == 0 {
+		return 0, err
 	}
 	slots, err := readGuests(k.coll.Maps)
 	if err != nil {
