@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -44,10 +45,10 @@ func (k *Kernel) Adopt(ctx context.Context) (Adopted, error) {
 	if k.tables == nil {
 		return Adopted{}, ErrNoPlan
 	}
-	out, err := k.adoptAll(ctx, policy.TCP)
+	out, err := k.adoptAll(ctx, policy.TCP, false)
 	if err == nil && k.tables.gen.Udp != 0 {
 		var udp Adopted
-		udp, err = k.adoptAll(ctx, policy.UDP)
+		udp, err = k.adoptAll(ctx, policy.UDP, false)
 		out.Slots += udp.Slots
 		out.Unplaced += udp.Unplaced
 		out.Errors = append(out.Errors, udp.Errors...)
@@ -55,18 +56,36 @@ func (k *Kernel) Adopt(ctx context.Context) (Adopted, error) {
 	return out, err
 }
 
-func (k *Kernel) adoptAll(ctx context.Context, proto policy.Proto) (Adopted, error) {
+// adoptAll is Adopt for a protocol; if noted, only for UDP sockets that our programs have
+// noted, so that nothing is counted that began where it is not, and that the call before
+// found so too: between the hook of a connect and the association that it makes, a socket
+// looks as if it had no slot.
+func (k *Kernel) adoptAll(ctx context.Context, proto policy.Proto, noted bool) (Adopted, error) {
 	f := k.known.Load()
 	udp, err := k.udpSockets()
 	if err != nil {
 		return Adopted{}, err
 	}
-	a := asked{f.plan, f.members, proto, func(provider uint32) uint32 {
+	if noted && len(udp) == 0 {
+		return Adopted{}, nil
+	}
+	a := asked{plan: f.plan, members: f.members, proto: proto, part: func(provider uint32) uint32 {
 		if proto != policy.UDP {
 			return 0
 		}
 		return k.tables.routes[provider].Part
 	}}
+	if noted {
+		before := k.unslotted
+		k.unslotted = map[uint64]netip.AddrPort{}
+		a.wanted = func(s sockets.Socket) bool {
+			if u, ok := udp[s.Cookie]; !ok || u.Connected == uint32(kernelConstantNO_INDEX) {
+				return false
+			}
+			k.unslotted[s.Cookie] = s.Remote
+			return before[s.Cookie] == s.Remote
+		}
+	}
 	found, out, err := k.o.strays(ctx, a, func() ([]slot, error) { return readSlots(k.coll.Maps) })
 	if err != nil || len(found) == 0 {
 		return out, err
@@ -89,7 +108,7 @@ func (k *Kernel) adoptAll(ctx context.Context, proto policy.Proto) (Adopted, err
 // Existing says how many connections there are that Adopt would count if a plan came into
 // force with these members, by bulkhead, without changing anything.
 func Existing(ctx context.Context, o Options, plan *policy.Plan, members []Member) (map[policy.Key]uint32, error) {
-	a := asked{plan, members, policy.TCP, func(uint32) uint32 { return 0 }}
+	a := asked{plan: plan, members: members, proto: policy.TCP, part: func(uint32) uint32 { return 0 }}
 	found, _, err := o.strays(ctx, a, func() ([]slot, error) {
 		r, err := OpenReader(o)
 		if errors.Is(err, ErrNotLoaded) || errors.Is(err, ErrOtherRelease) {
@@ -133,6 +152,7 @@ type asked struct {
 	members []Member
 	proto   policy.Proto
 	part    func(provider uint32) uint32
+	wanted  func(sockets.Socket) bool // of what has no slot; nil for all
 }
 
 // sighting is what two looks at the namespaces of strays saw.
@@ -145,6 +165,10 @@ type sighting struct {
 // since a dump of a busy table may pass one by.
 func look(ctx context.Context, all []stray) sighting {
 	s := sighting{map[uint64]bool{}, map[uint64]bool{}}
+	remotes := make(map[uint64]netip.AddrPort, len(all))
+	for _, a := range all {
+		remotes[a.Cookie] = a.Remote
+	}
 	for range 2 {
 		wanted := map[uint64]struct{}{}
 		for _, a := range all {
@@ -163,7 +187,7 @@ func look(ctx context.Context, all []stray) sighting {
 			for cookie, so := range d.Sockets {
 				// One that is closed and says goodbye has no inode any more (sock_orphan,
 				// include/net/sock.h).
-				s.seen[cookie] = s.seen[cookie] || opened(so.State) || so.Inode != 0
+				s.seen[cookie] = s.seen[cookie] || remotes[cookie] == so.Remote && (opened(so.State) || so.Inode != 0)
 			}
 		}
 		for netns := range wanted {
@@ -275,6 +299,9 @@ func candidates(a asked, d sockets.Dump, have map[slotKey]bool) []stray {
 		}
 		p := a.plan.Lookup(s.Remote.Addr(), s.Remote.Port(), a.proto)
 		if !slotted[p] || a.proto == policy.UDP && p == 0 || have[slotKey{s.Cookie, a.part(p)}] {
+			continue
+		}
+		if a.wanted != nil && !a.wanted(s) {
 			continue
 		}
 		all = append(all, stray{Socket: s, netns: d.Cookie, provider: p, part: a.part(p), cgroup: s.Cgroup})

@@ -98,7 +98,7 @@ func (k *Kernel) Reconcile(ctx context.Context) (Reconciled, error) {
 	}
 	k.missing = missing
 	if k.tables != nil && k.tables.gen.Udp != 0 {
-		a, err := k.adoptAll(ctx, policy.UDP)
+		a, err := k.adoptAll(ctx, policy.UDP, true)
 		if err != nil {
 			return out, err
 		}

@@ -410,10 +410,11 @@ func testUDPFailsElsewhere(in *instance) {
 	client := in.start(cg)
 	fd := client.MustDial(kerneltest.UDP4, "127.1.0.1:80")
 	wantErrno(in, client.Connect(fd, "192.0.2.1:80"), syscall.ENETUNREACH, "connect without a route")
+	in.reconcile()
 	if r := in.reconcile(); r.Adopted != 1 {
 		in.Errorf("%+v, want one adopted", r)
 	}
-	in.want(1, 0, "after a connect without a route and a Reconcile")
+	in.want(1, 0, "after a connect without a route and two Reconciles")
 	if _, err := in.k.Expire(); err != nil {
 		in.Fatal(err)
 	}

@@ -125,6 +125,11 @@ func (t *table) do(c call) (a answer) {
 			return answer{errno: fault}
 		}
 		err = connect(*fd, c.Op)
+		if c.Sock.udp() && err != nil && !errors.Is(err, unix.EAGAIN) && !errors.Is(err, unix.EPERM) {
+			// It failed behind our hook, and the socket's old association stays: Reconcile
+			// would count it again (pkg/conn has a test of that). Here it ends.
+			disconnect(*fd)
+		}
 		if c.Kind == ConnectWait && errors.Is(err, unix.EINPROGRESS) {
 			unix.Poll([]unix.PollFd{{Fd: int32(*fd), Events: unix.POLLOUT}}, waitMillis)
 			if err = connect(*fd, c.Op); errors.Is(err, unix.EALREADY) {
@@ -134,10 +139,7 @@ func (t *table) do(c call) (a answer) {
 	case Sendto:
 		err = unix.Sendto(*fd, []byte("x"), 0, address(c.Op))
 	case Unspec:
-		sa := unix.RawSockaddr{Family: unix.AF_UNSPEC}
-		if _, _, errno := unix.Syscall(unix.SYS_CONNECT, uintptr(*fd), uintptr(unsafe.Pointer(&sa)), unsafe.Sizeof(sa)); errno != 0 {
-			err = errno
-		}
+		err = disconnect(*fd)
 	case Shutdown:
 		err = unix.Shutdown(*fd, unix.SHUT_RDWR)
 	case Close:
@@ -203,6 +205,16 @@ func anyAddress(s Sock) unix.Sockaddr {
 		return &unix.SockaddrInet4{}
 	}
 	return &unix.SockaddrInet6{}
+}
+
+// disconnect is connect() with AF_UNSPEC.
+func disconnect(fd int) error {
+	sa := unix.RawSockaddr{Family: unix.AF_UNSPEC}
+	_, _, e := unix.Syscall(unix.SYS_CONNECT, uintptr(fd), uintptr(unsafe.Pointer(&sa)), unsafe.Sizeof(sa))
+	if e != 0 {
+		return e
+	}
+	return nil
 }
 
 func connect(fd int, o Op) error { return unix.Connect(fd, address(o)) }

@@ -19,16 +19,24 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
-from urllib.request import urlopen
 
 FIRST_WAIT, LAST_WAIT, PATIENCE = 0.025, 0.4, 30
 
 
 def http(base):
     def call(query):
-        with urlopen(base + "/?" + query, timeout=PATIENCE) as answer:
-            return answer.read()
+        connection = HTTPConnection(base.removeprefix("http://"), timeout=PATIENCE)
+        try:
+            connection.request("GET", "/?" + query)
+            answer = connection.getresponse()
+            body = answer.read()
+        finally:
+            connection.close()
+        if answer.status != 200:
+            raise OSError("%s answered %d" % (base, answer.status))
+        return body
     return call
 
 
@@ -84,7 +92,7 @@ class Handler(BaseHTTPRequestHandler):
         name, _, query = self.path.removeprefix("/").partition("?")
         try:
             status, body = 200, self.dependencies[name](query)
-        except OSError as error:
+        except (OSError, HTTPException) as error:
             status, body = (503 if refused(error) else 502), str(error).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
