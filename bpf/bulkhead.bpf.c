@@ -87,7 +87,7 @@ static __always_inline int judge(struct bpf_sock_addr *ctx, struct dest_key *key
 		if (!r) {
 			/* A datagram to nobody of ours leaves an association alone. */
 			if (connects)
-				reconnect(q.cookie, who.compartment == COMPARTMENT_PROTECTED ? NO_INDEX : 0);
+				reconnect(q.cookie, 0);
 			return ALLOW;
 		}
 		q.part = r->part;

@@ -214,7 +214,7 @@ struct slot {
  * program does not, so a part is put in by compare-and-swap.
  */
 struct udp_socket {
-	__u32 connected;	   /* the part that the socket's connect() took, 0 if none; NO_INDEX if it was protected */
+	__u32 connected;	   /* the part that the socket's connect() took, 0 if none */
 	__u32 parts[UDP_PROVIDERS]; /* 0 is free */
 };
 

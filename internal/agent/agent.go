@@ -317,9 +317,6 @@ func (a *agent) reconcileOnce(ctx context.Context) {
 	}
 	a.reclaimed += uint64(r.Reclaimed)
 	a.reconcileErrors += uint64(len(errs))
-	if r.Adopted > 0 {
-		a.log.Info("counted UDP sockets that are connected to a provider and had no slot of it", "sockets", r.Adopted)
-	}
 	if r.Reclaimed > 0 {
 		a.log.Info("freed slots whose connections are gone", "slots", r.Reclaimed)
 	}

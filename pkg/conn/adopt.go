@@ -45,10 +45,10 @@ func (k *Kernel) Adopt(ctx context.Context) (Adopted, error) {
 	if k.tables == nil {
 		return Adopted{}, ErrNoPlan
 	}
-	out, err := k.adoptAll(ctx, policy.TCP, false)
+	out, err := k.adoptAll(ctx, policy.TCP)
 	if err == nil && k.tables.gen.Udp != 0 {
 		var udp Adopted
-		udp, err = k.adoptAll(ctx, policy.UDP, false)
+		udp, err = k.adoptAll(ctx, policy.UDP)
 		out.Slots += udp.Slots
 		out.Unplaced += udp.Unplaced
 		out.Errors = append(out.Errors, udp.Errors...)
@@ -56,18 +56,11 @@ func (k *Kernel) Adopt(ctx context.Context) (Adopted, error) {
 	return out, err
 }
 
-// adoptAll is Adopt for a protocol; if noted, only for UDP sockets that our programs have
-// noted, so that nothing is counted that began where it is not, and that the call before
-// found so too: between the hook of a connect and the association that it makes, a socket
-// looks as if it had no slot.
-func (k *Kernel) adoptAll(ctx context.Context, proto policy.Proto, noted bool) (Adopted, error) {
+func (k *Kernel) adoptAll(ctx context.Context, proto policy.Proto) (Adopted, error) {
 	f := k.known.Load()
 	udp, err := k.udpSockets()
 	if err != nil {
 		return Adopted{}, err
-	}
-	if noted && len(udp) == 0 {
-		return Adopted{}, nil
 	}
 	a := asked{plan: f.plan, members: f.members, proto: proto, part: func(provider uint32) uint32 {
 		if proto != policy.UDP {
@@ -75,17 +68,6 @@ func (k *Kernel) adoptAll(ctx context.Context, proto policy.Proto, noted bool) (
 		}
 		return k.tables.routes[provider].Part
 	}}
-	if noted {
-		before := k.unslotted
-		k.unslotted = map[uint64]netip.AddrPort{}
-		a.wanted = func(s sockets.Socket) bool {
-			if u, ok := udp[s.Cookie]; !ok || u.Connected == uint32(kernelConstantNO_INDEX) {
-				return false
-			}
-			k.unslotted[s.Cookie] = s.Remote
-			return before[s.Cookie] == s.Remote
-		}
-	}
 	found, out, err := k.o.strays(ctx, a, func() ([]slot, error) { return readSlots(k.coll.Maps) })
 	if err != nil || len(found) == 0 {
 		return out, err
@@ -152,7 +134,6 @@ type asked struct {
 	members []Member
 	proto   policy.Proto
 	part    func(provider uint32) uint32
-	wanted  func(sockets.Socket) bool // of what has no slot; nil for all
 }
 
 // sighting is what two looks at the namespaces of strays saw.
@@ -299,9 +280,6 @@ func candidates(a asked, d sockets.Dump, have map[slotKey]bool) []stray {
 		}
 		p := a.plan.Lookup(s.Remote.Addr(), s.Remote.Port(), a.proto)
 		if !slotted[p] || a.proto == policy.UDP && p == 0 || have[slotKey{s.Cookie, a.part(p)}] {
-			continue
-		}
-		if a.wanted != nil && !a.wanted(s) {
 			continue
 		}
 		all = append(all, stray{Socket: s, netns: d.Cookie, provider: p, part: a.part(p), cgroup: s.Cgroup})

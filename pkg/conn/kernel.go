@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"maps"
 	"math/bits"
-	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
@@ -49,9 +48,6 @@ type Kernel struct {
 	known atomic.Pointer[inForce] // for Readers of this Kernel, in whatever goroutine
 
 	predecessors []*predecessor // what other releases have left in force
-
-	// unslotted are UDP sockets that were connected to a provider without a slot of it.
-	unslotted map[uint64]netip.AddrPort
 
 	nowhere map[uint64]int     // rounds in which nothing led to a network namespace
 	missing map[slotKey]uint64 // words of slots that the last complete dump lacked

@@ -18,9 +18,6 @@ type Reconciled struct {
 	// Reclaimed slots were given back: their socket was in neither of two complete
 	// dumps of its network namespace.
 	Reclaimed int
-	// Adopted are UDP sockets that are connected to a provider and had no slot of it: a
-	// connect elsewhere failed behind our hook, or it raced with another thread's.
-	Adopted int
 	// Errors are namespaces that could not be read; nothing of theirs was freed.
 	Errors []error
 }
@@ -97,14 +94,6 @@ func (k *Kernel) Reconcile(ctx context.Context) (Reconciled, error) {
 		}
 	}
 	k.missing = missing
-	if k.tables != nil && k.tables.gen.Udp != 0 {
-		a, err := k.adoptAll(ctx, policy.UDP, true)
-		if err != nil {
-			return out, err
-		}
-		out.Adopted = a.Slots
-		out.Errors = append(out.Errors, a.Errors...)
-	}
 	return out, k.Forget()
 }
 

@@ -198,7 +198,7 @@ func (n *node) wantUnmended() {
 const (
 	killRounds = 100
 	// Where a machine is emulated there are fewer, and still some.
-	killTime, killRoundsLeast = 4 * time.Minute, 10
+	killRoundsLeast = 5
 )
 
 // Killed and started again, a hundred times, at any moment of its start and of its work,

@@ -6,7 +6,7 @@ import "time"
 
 // In an emulated machine, ten times slower.
 const (
-	defaultDuration = 30 * time.Second
+	defaultDuration = 20 * time.Second
 	defaultCycles   = 2_000
 	defaultSteady   = time.Second
 	patience        = 60 * time.Second

@@ -125,11 +125,6 @@ func (t *table) do(c call) (a answer) {
 			return answer{errno: fault}
 		}
 		err = connect(*fd, c.Op)
-		if c.Sock.udp() && err != nil && !errors.Is(err, unix.EAGAIN) && !errors.Is(err, unix.EPERM) {
-			// It failed behind our hook, and the socket's old association stays: Reconcile
-			// would count it again (pkg/conn has a test of that). Here it ends.
-			disconnect(*fd)
-		}
 		if c.Kind == ConnectWait && errors.Is(err, unix.EINPROGRESS) {
 			unix.Poll([]unix.PollFd{{Fd: int32(*fd), Events: unix.POLLOUT}}, waitMillis)
 			if err = connect(*fd, c.Op); errors.Is(err, unix.EALREADY) {

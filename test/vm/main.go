@@ -47,6 +47,7 @@ type options struct {
 	machine  machine
 	files    []guestFile
 	run      string
+	skip     string
 	jobs     int
 	refresh  bool
 	packages []string
@@ -67,6 +68,7 @@ func parseOptions(args []string) (options, error) {
 	f.BoolVar(&o.machine.virtual, "virtual", false, "virtual time: one CPU whose clock counts instructions")
 	f.DurationVar(&o.machine.timeout, "timeout", 5*time.Minute, "host time for each kernel")
 	f.StringVar(&o.run, "run", "", "run only tests that match this expression")
+	f.StringVar(&o.skip, "skip", "", "leave out tests that match this expression")
 	f.IntVar(&o.jobs, "jobs", 1, "kernels to run at the same time; each emulated CPU wants one of the host's")
 	f.BoolVar(&o.refresh, "refresh", false, "fetch the kernels again, for newer ones")
 	f.Func("file", "HOST:GUEST, a file or directory to put into the guest; may be repeated", func(s string) error {
@@ -235,7 +237,7 @@ func buildTests(ctx context.Context, dir string, o options) ([]command, []guestF
 		if _, err := goTool(ctx, "test", "-c", "-tags", "vm", "-ldflags", "-s -w", "-o", host, p); err != nil {
 			return nil, nil, err
 		}
-		args := []string{guest, "-test.v=test2json", "-test.run", o.run,
+		args := []string{guest, "-test.v=test2json", "-test.run", o.run, "-test.skip", o.skip,
 			// Before ours, so that the stacks are shown.
 			"-test.timeout", (o.machine.timeout * 9 / 10).String()}
 		commands = append(commands, command{args: args, test: p})

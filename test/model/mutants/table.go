@@ -37,7 +37,7 @@ var mutants = []mutant{
 		"	return was && was != part ? clear_part(cookie, was, 1) : 0;\n",
 		"	return was && was != part ? 1 : 0;\n"},
 	{"UDP connects to nobody", "bulkhead.bpf.c",
-		"			if (connects)\n				reconnect(q.cookie, who.compartment == COMPARTMENT_PROTECTED ? NO_INDEX : 0);\n",
+		"			if (connects)\n				reconnect(q.cookie, 0);\n",
 		""},
 	{"UDP connects where it has sent", "bulkhead.bpf.c",
 		"			if (connects)\n				reconnect(q.cookie, q.part);\n			return ALLOW;\n",
