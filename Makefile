@@ -15,12 +15,14 @@ DEPS            := $(DEPS_GENERATE) $(DEPS_VM) $(DEPS_TEST)
 # what measures CPU latency runs there in virtual time, on one CPU.
 UNIT_PACKAGES    := ./pkg/policy ./internal/metrics ./test/generated ./test/house ./test/vm ./test/bench
 KERNEL_PACKAGES  := ./pkg/conn ./test/model ./pkg/cgroup ./internal/agent ./internal/demo ./internal/sockets ./cmd/agent ./test/e2e ./test/upgrade
-VM_PACKAGES      := ./test/vm/guest ./pkg/conn ./test/model ./pkg/cgroup ./internal/sockets ./test/e2e
+VM_PACKAGES      := ./test/vm/guest ./pkg/conn ./test/model ./pkg/cgroup ./internal/sockets
+# These wait for answers: one machine at a time.
+VM_ALONE         := ./test/e2e
 VIRTUAL_PACKAGES := ./test/cpu
 # What takes long in an emulated machine and is decided by our code or by tools and not by
 # the kernel, is left to ring 2: names, plans, sizes, pins, files. The kernel's part of each
 # is in what is not left out.
-VM_SKIP          := ^(TestMatching|TestMaxSlots|TestFlips|TestSuccession(Races|KilledLate|Smaller)|TestNoSuccession|TestTwoInstances|TestForeignPins|TestInterruptedStart|TestOnlyOneAgent|TestLockBesideHolder|TestWrongPlaces|TestClients|TestNeighbourFlags|TestNeighboursStay|TestExclusiveNeighbourIsNamed|TestUnreadPrograms|TestKilledUnderLoad|TestKilledFirstStart|TestTwoAgentsAtOnce|TestDetachUnderLoad|TestReloadUnderLoad|TestPins.*|TestPrivateBPFFS|TestDetachMany|TestExec.*|TestPlan|TestPolicyDirectory|TestConfigMap|TestHalfWritten|TestBadReload|TestBadStart|TestRefusals.*|TestNoRoom.*|TestStatus.*|TestMetricNames|TestVersionAndWrongUse|TestCheck|TestUnbuilt|TestSecondAgent|TestProtect|TestObserve|TestExplainFrom|TestLeak|TestKilledAtAnyMoment|TestDetachInhabited|TestDetachOtherSocket|TestBadEnvironment|TestNoRoot|TestFailedTakeOver|TestSlicesTakenBack|TestReload|TestStoppedAgent|TestRealPrograms)$$|^TestSlotLife$$/^as_guests$$
+VM_SKIP          := ^(TestMatching|TestMaxSlots|TestFlips|TestSuccession.*|TestAdoptBusy|TestNoSuccession|TestTwoInstances|TestForeignPins|TestInterruptedStart|TestOnlyOneAgent|TestLockBesideHolder|TestWrongPlaces|TestClients|TestNeighbourFlags|TestNeighboursStay|TestExclusiveNeighbourIsNamed|TestUnreadPrograms|TestKilledUnderLoad|TestKilledFirstStart|TestTwoAgentsAtOnce|TestDetachUnderLoad|TestReloadUnderLoad|TestPins.*|TestPrivateBPFFS|TestDetachMany|TestExec.*|TestPlan|TestPolicyDirectory|TestConfigMap|TestHalfWritten|TestBadReload|TestBadStart|TestRefusals.*|TestNoRoom.*|TestStatus.*|TestMetricNames|TestVersionAndWrongUse|TestCheck|TestUnbuilt|TestSecondAgent|TestProtect|TestObserve|TestExplainFrom|TestLeak|TestKilledAtAnyMoment|TestDetachInhabited|TestDetachOtherSocket|TestBadEnvironment|TestNoRoot|TestFailedTakeOver|TestSlicesTakenBack|TestReload|TestStoppedAgent|TestRealPrograms)$$|^TestSlotLife$$/^as_guests$$
 
 # Arguments of the rig, for one kernel say: make vm VM_FLAGS='-kernel 6.12 -run Admit'
 VM_FLAGS        := -timeout 25m
@@ -102,7 +104,8 @@ kernel: go-version root build ## ring 2: tests with this kernel, as root
 
 vm: go-version build ## ring 3: tests on Debian's 6.1, 6.12 and newest kernel in virtual machines
 	go test -tags vm ./test/vm
-	go run ./test/vm -jobs 2 -skip '$(VM_SKIP)' $(VM_FLAGS) -file bin/bulkhead:/bin/bulkhead $(VM_PACKAGES)
+	go run ./test/vm -jobs 2 -skip '$(VM_SKIP)' $(VM_FLAGS) $(VM_PACKAGES)
+	go run ./test/vm -skip '$(VM_SKIP)' $(VM_FLAGS) -file bin/bulkhead:/bin/bulkhead $(VM_ALONE)
 	go run ./test/vm $(VIRTUAL_FLAGS) -virtual -file bin/bulkhead:/bin/bulkhead $(VIRTUAL_PACKAGES)
 
 vm-kernels-refresh: go-version ## fetch the virtual machines' kernels again
