@@ -112,8 +112,8 @@ static __always_inline int delete_guest(__u64 cookie, __u32 part)
 }
 
 /*
- * Remove an entry whose places are given back; seen is its word. Another admission's is
- * left alone.
+ * Remove an entry whose places are given back; seen is its word. At home, that of another
+ * admission is left alone; a guest is the socket's own, whichever it is.
  */
 static __always_inline void delete_slot(struct slot *s, __u64 seen, __u64 cookie, __u32 part)
 {

@@ -166,40 +166,4 @@ __noinline int release_udp(__u64 cookie)
 	return 0;
 }
 
-/*
- * Admit one connection, or a UDP socket's first datagram, to route at of generation idx:
- * 0, with its slot taken, or the errno to fail with. A TCP socket's earlier slot must be
- * cleared before.
- */
-static __always_inline int admit(__u32 idx, __u32 at, const struct ask *q)
-{
-	int blocked = take_route(idx, at);
-	struct route *r = route_at(idx, at);
-	long err;
-
-	if (!r)
-		return 0;
-	if (blocked) {
-		int no = refuse(idx, at, q, blocked);
-
-		if (!(r->flags & ROUTE_OBSERVE))
-			return no;
-		take_route_anyway(idx, at);
-	}
-	if (q->part && (!list_part(q->cookie, q->part) || !clear_part(q->cookie, q->part, 0)))
-		return no_room(idx, at, r, q);
-	err = put_slot(r, q);
-	if (err && err != -EEXIST)
-		return no_room(idx, at, r, q);
-	if (err) {
-		give_route(idx, at);
-		/* The agent has adopted it just now, and its slot counts. */
-		if (!q->part)
-			count(TOTAL_UNCOUNTED);
-		return 0;
-	}
-	count_connection(r->traffic);
-	return 0;
-}
-
 #endif

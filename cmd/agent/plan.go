@@ -115,7 +115,7 @@ func (a *app) preview(ctx context.Context, next *policy.Plan) (*preview, error) 
 	if p.Adopt, p.Release, err = adoptions(tree, snap, next, all); err != nil {
 		return nil, err
 	}
-	before, err := conn.Existing(ctx, where, next, agent.Members(next, all))
+	before, err := conn.Existing(ctx, where, next, agent.Whereabouts(tree, next, all))
 	if err != nil {
 		return nil, err
 	}

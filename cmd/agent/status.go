@@ -309,34 +309,22 @@ func moved(tree *cgroup.Tree, snap *conn.Snapshot) int {
 	if err != nil {
 		return 0
 	}
-	at := map[string]policy.Compartment{}
+	in := map[uint64]uint32{}
 	for _, m := range placed(snap, all) {
-		at[m.cgroup.Path] = snap.Plan.Compartments[m.Compartment]
+		in[m.CgroupID] = m.Compartment
 	}
-	type place struct {
-		policy.Compartment
-		known bool
-	}
-	of := map[uint32]place{}
+	in = cgroup.Inherit(all, in)
+	of := map[uint32]*policy.Compartment{} // by process; nil if it is gone
 	n := 0
 	for _, c := range snap.Connections {
 		now, seen := of[c.PID]
 		if !seen {
 			if g, err := tree.Of(int(c.PID)); err == nil {
-				now = place{snap.Plan.Compartments[0], true}
-				for p := g.Path; ; p = path.Dir(p) {
-					if k, ok := at[p]; ok {
-						now.Compartment = k
-						break
-					}
-					if p == "/" || p == "." {
-						break
-					}
-				}
+				now = &snap.Plan.Compartments[in[g.ID]] // 0, default, where none is named
 			}
 			of[c.PID] = now
 		}
-		if now.known && (now.Feature != c.Feature || now.Tenant != c.Tenant) {
+		if now != nil && (now.Feature != c.Feature || now.Tenant != c.Tenant) {
 			n++
 		}
 	}

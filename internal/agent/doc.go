@@ -46,4 +46,6 @@
 //	refusals.go  which refusals are news
 //	admin.go     the admin socket; client.go its other end
 //	web.go       the metrics listener
+//	starting.go  one start at a time
+//	mount.go     whether the pins outlive our mount namespace
 package agent

@@ -92,8 +92,31 @@ func place(plan *policy.Plan, all []cgroup.Cgroup) placement {
 	return p
 }
 
-// Members are the cgroups that a plan places in compartments, of all that there are.
-func Members(plan *policy.Plan, all []cgroup.Cgroup) []conn.Member { return place(plan, all).members }
+// Whereabouts says who is where by a plan, of all cgroups that there are.
+func Whereabouts(tree *cgroup.Tree, plan *policy.Plan, all []cgroup.Cgroup) conn.Whereabouts {
+	return whereabouts(tree, place(plan, all).members, all)
+}
+
+func whereabouts(tree *cgroup.Tree, members []conn.Member, all []cgroup.Cgroup) conn.Whereabouts {
+	named := make(map[uint64]conn.Member, len(members))
+	for _, m := range members {
+		named[m.CgroupID] = m
+	}
+	w := conn.Whereabouts{
+		Of: func(pid uint32) (uint64, bool) {
+			c, err := tree.Of(int(pid))
+			return c.ID, err == nil
+		},
+		Members: cgroup.Inherit(all, named),
+	}
+	for _, c := range all {
+		if _, ok := w.Members[c.ID]; !ok || c.Level == 0 {
+			// Of the true root's own processes nobody is counted: kernel threads are there.
+			w.Members[c.ID] = conn.Member{Protected: c.Level == 0}
+		}
+	}
+	return w
+}
 
 // reload tries the policy as it is on disk now and says how that ended. Only
 // the owner calls it.
@@ -173,7 +196,12 @@ func (a *agent) commit(plan *policy.Plan) (err error) {
 func (a *agent) adopt() {
 	limited, cancel := context.WithTimeout(context.Background(), reconcileLimit)
 	defer cancel()
-	r, err := a.kernel.Adopt(limited)
+	all, err := a.tree.Walk()
+	if err != nil {
+		a.complain("look for connections from before", err)
+		return
+	}
+	r, err := a.kernel.Adopt(limited, whereabouts(a.tree, a.placement.members, all))
 	errs := r.Errors
 	if err != nil {
 		errs = append(errs, err)

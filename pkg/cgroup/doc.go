@@ -61,6 +61,7 @@
 //	originals.go  what we replaced in cgroups of others
 //	backend.go    the interface, and cgroupfs behind it
 //	adopt.go      match by cgroup, the protect list
+//	inherit.go    the nearest placed cgroup decides
 //	usage.go      CPU time that counts once
 //	enter.go      placement for bulkhead exec
 //	stat.go       what a cgroup has and uses

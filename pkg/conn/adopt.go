@@ -4,14 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"net/netip"
 	"os"
 	"path/filepath"
 	"strconv"
-	"strings"
-
-	"golang.org/x/sys/unix"
 
 	"bulkhead/internal/sockets"
 	"bulkhead/pkg/policy"
@@ -41,14 +37,14 @@ type Adopted struct {
 // Those of MPTCP are left alone. The close of the others is noticed as any other. The kernel tells nothing else of those of TCP, so
 // their bytes are shown while they are open and are in no sum; and their age is counted
 // from now.
-func (k *Kernel) Adopt(ctx context.Context) (Adopted, error) {
+func (k *Kernel) Adopt(ctx context.Context, where Whereabouts) (Adopted, error) {
 	if k.tables == nil {
 		return Adopted{}, ErrNoPlan
 	}
-	out, err := k.adoptAll(ctx, policy.TCP)
+	out, err := k.adoptAll(ctx, where, policy.TCP)
 	if err == nil && k.tables.gen.Udp != 0 {
 		var udp Adopted
-		udp, err = k.adoptAll(ctx, policy.UDP)
+		udp, err = k.adoptAll(ctx, where, policy.UDP)
 		out.Slots += udp.Slots
 		out.Unplaced += udp.Unplaced
 		out.Errors = append(out.Errors, udp.Errors...)
@@ -56,19 +52,19 @@ func (k *Kernel) Adopt(ctx context.Context) (Adopted, error) {
 	return out, err
 }
 
-func (k *Kernel) adoptAll(ctx context.Context, proto policy.Proto) (Adopted, error) {
+func (k *Kernel) adoptAll(ctx context.Context, where Whereabouts, proto policy.Proto) (Adopted, error) {
 	f := k.known.Load()
 	udp, err := k.udpSockets()
 	if err != nil {
 		return Adopted{}, err
 	}
-	a := asked{plan: f.plan, members: f.members, proto: proto, part: func(provider uint32) uint32 {
+	a := asked{plan: f.plan, where: where, proto: proto, part: func(provider uint32) uint32 {
 		if proto != policy.UDP {
 			return 0
 		}
 		return k.tables.routes[provider].Part
 	}}
-	found, out, err := k.o.strays(ctx, a, func() ([]slot, error) { return readSlots(k.coll.Maps) })
+	found, out, err := strays(ctx, a, func() ([]slot, error) { return readSlots(k.coll.Maps) })
 	if err != nil || len(found) == 0 {
 		return out, err
 	}
@@ -88,10 +84,10 @@ func (k *Kernel) adoptAll(ctx context.Context, proto policy.Proto) (Adopted, err
 }
 
 // Existing says how many connections there are that Adopt would count if a plan came into
-// force with these members, by bulkhead, without changing anything.
-func Existing(ctx context.Context, o Options, plan *policy.Plan, members []Member) (map[policy.Key]uint32, error) {
-	a := asked{plan: plan, members: members, proto: policy.TCP, part: func(uint32) uint32 { return 0 }}
-	found, _, err := o.strays(ctx, a, func() ([]slot, error) {
+// force with everybody there, by bulkhead, without changing anything.
+func Existing(ctx context.Context, o Options, plan *policy.Plan, where Whereabouts) (map[policy.Key]uint32, error) {
+	a := asked{plan: plan, where: where, proto: policy.TCP, part: func(uint32) uint32 { return 0 }}
+	found, _, err := strays(ctx, a, func() ([]slot, error) {
 		r, err := OpenReader(o)
 		if errors.Is(err, ErrNotLoaded) || errors.Is(err, ErrOtherRelease) {
 			return nil, nil
@@ -127,13 +123,24 @@ type stray struct {
 	word, tally uint64 // of its slot, once it has one
 }
 
+// Whereabouts says who is where. Here cgroups are numbers; who knows them as directories
+// fills it in.
+type Whereabouts struct {
+	// Of is the id of the cgroup that a process is in; false if it is gone, or not below
+	// the root.
+	Of func(pid uint32) (id uint64, ok bool)
+	// Members has every cgroup below the root, by id: the Member that is nearest at or
+	// above it, or one of compartment 0.
+	Members map[uint64]Member
+}
+
 // asked is what strays are looked for: by a plan and who is where, of a protocol, and the
 // number that a provider has in slots.
 type asked struct {
-	plan    *policy.Plan
-	members []Member
-	proto   policy.Proto
-	part    func(provider uint32) uint32
+	plan  *policy.Plan
+	where Whereabouts
+	proto policy.Proto
+	part  func(provider uint32) uint32
 }
 
 // sighting is what two looks at the namespaces of strays saw.
@@ -204,7 +211,7 @@ func (k *Kernel) dropGhosts(ctx context.Context, adopted []stray) (n int, err er
 }
 
 // strays are the connections that have no slot and that a plan would have given one.
-func (o Options) strays(ctx context.Context, a asked, read func() ([]slot, error)) (all []stray, out Adopted, err error) {
+func strays(ctx context.Context, a asked, read func() ([]slot, error)) (all []stray, out Adopted, err error) {
 	dumps, hidden := sockets.ReadEvery(ctx, uint8(a.proto))
 	out.Hidden = hidden
 	// Read behind the dump: what the dump saw and our programs know has its slot by now,
@@ -228,11 +235,7 @@ func (o Options) strays(ctx context.Context, a asked, read func() ([]slot, error
 	if len(found) == 0 {
 		return nil, out, nil
 	}
-	places, err := o.compartments(a.members)
-	if err != nil {
-		return nil, out, err
-	}
-	identify(found)
+	identify(found, a.where.Of)
 	// What is seen again now, and had no slot in between, has none: on a busy node most
 	// of what was found had one and is closed.
 	alive := look(ctx, found)
@@ -240,7 +243,7 @@ func (o Options) strays(ctx context.Context, a asked, read func() ([]slot, error
 		if !alive.seen[s.Cookie] {
 			continue
 		}
-		c, ok := places[s.cgroup]
+		c, ok := a.where.Members[s.cgroup]
 		if !ok {
 			out.Unplaced++
 			continue
@@ -293,14 +296,13 @@ func opened(s sockets.State) bool {
 }
 
 // identify finds a process that holds each socket, and its cgroup.
-func identify(all []stray) {
+func identify(all []stray, of func(pid uint32) (uint64, bool)) {
 	wanted := make(map[string]int, len(all)) // "socket:[INODE]" -> index
 	for i, s := range all {
 		if s.Inode != 0 {
 			wanted[fmt.Sprintf("socket:[%d]", s.Inode)] = i
 		}
 	}
-	mounts := cgroup2Mounts()
 	processes, _ := os.ReadDir("/proc")
 	for _, p := range processes {
 		pid, err := strconv.ParseUint(p.Name(), 10, 32)
@@ -317,89 +319,12 @@ func identify(all []stray) {
 			}
 			delete(wanted, link)
 			all[i].pid, all[i].comm = uint32(pid), command(uint32(pid), nil)
-			if id, err := cgroupOf(dir, mounts); err == nil {
+			if id, ok := of(uint32(pid)); ok {
 				all[i].cgroup = id
 			}
 		}
 	}
 }
-
-// cgroupOf is the id of a process's cgroup: from /proc/PID/cgroup (cgroups(7)) and the
-// directory of that path below a mount of cgroup2.
-func cgroupOf(proc string, mounts []string) (uint64, error) {
-	b, err := os.ReadFile(filepath.Join(proc, "cgroup"))
-	if err != nil {
-		return 0, err
-	}
-	for _, line := range strings.Split(string(b), "\n") {
-		path, ok := strings.CutPrefix(line, "0::")
-		if !ok {
-			continue
-		}
-		if strings.HasPrefix(path, "/..") {
-			return 0, fmt.Errorf("cgroup %s is outside of our cgroup namespace", path)
-		}
-		for _, at := range mounts {
-			if id, err := inode(filepath.Join(at, path)); err == nil {
-				return id, nil
-			}
-		}
-	}
-	return 0, errors.New("no cgroup v2 path")
-}
-
-// cgroup2Mounts are the mount points of whole cgroup2 hierarchies.
-func cgroup2Mounts() (all []string) {
-	table, _ := os.ReadFile("/proc/self/mountinfo")
-	for _, line := range strings.Split(string(table), "\n") {
-		// ID PARENT DEV ROOT POINT ... - TYPE ... (proc_pid_mountinfo(5))
-		if w := strings.Fields(line); len(w) > 4 && strings.Contains(line, " - cgroup2 ") && w[3] == "/" {
-			all = append(all, w[4])
-		}
-	}
-	return all
-}
-
-// compartments says of every cgroup below our root which compartment it is in: that of
-// the deepest cgroup at or above it that the plan names.
-func (o Options) compartments(members []Member) (map[uint64]Member, error) {
-	named := make(map[uint64]Member, len(members))
-	for _, m := range members {
-		named[m.CgroupID] = m
-	}
-	places := map[uint64]Member{}
-	above := map[string]Member{} // by path
-	err := filepath.WalkDir(o.CgroupRoot, func(path string, d fs.DirEntry, err error) error {
-		gone := errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ENODEV)
-		if err != nil && (path == o.CgroupRoot || !gone) {
-			return err
-		}
-		if err != nil || !d.IsDir() {
-			return nil
-		}
-		id, err := inode(path)
-		if err != nil {
-			return nil // removed meanwhile
-		}
-		m, ok := named[id]
-		if !ok {
-			m = above[filepath.Dir(path)]
-		}
-		above[path] = m
-		if id == trueRoot {
-			m = Member{Protected: true}
-		}
-		places[id] = m
-		return nil
-	})
-	if err != nil {
-		return nil, fmt.Errorf("walk %s: %w", o.CgroupRoot, err)
-	}
-	return places, nil
-}
-
-// trueRoot is the id of the hierarchy's root, whose own processes are never refused.
-const trueRoot = 1
 
 // adopt runs the program that does it, and notes the slot's word, 0 if it has one already
 // or there is no room. connected is what is noted of a UDP socket.

@@ -3,6 +3,10 @@ package conn
 import (
 	"context"
 	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
 	"testing"
 
 	"bulkhead/internal/kerneltest"
@@ -16,10 +20,49 @@ features:
   g: {class: batch}
 `
 
+// whereabouts are by the members in force, as the agent fills them in from its tree.
+func (in *instance) whereabouts() Whereabouts {
+	in.Helper()
+	named, at := map[uint64]Member{}, map[string]Member{}
+	for _, m := range in.k.known.Load().members {
+		named[m.CgroupID] = m
+	}
+	w := Whereabouts{Members: map[uint64]Member{}}
+	err := filepath.WalkDir(in.o.CgroupRoot, func(path string, d fs.DirEntry, err error) error {
+		if err != nil || !d.IsDir() {
+			return err
+		}
+		id, err := inode(path)
+		m, ok := named[id]
+		if !ok {
+			m = at[filepath.Dir(path)]
+		}
+		at[path], w.Members[id] = m, m
+		return err
+	})
+	if err != nil {
+		in.Fatal(err)
+	}
+	top, err := kerneltest.Root()
+	if err != nil {
+		in.Fatal(err)
+	}
+	w.Of = func(pid uint32) (uint64, bool) {
+		text, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
+		if err != nil {
+			return 0, false
+		}
+		_, path, _ := strings.Cut(string(text), "0::")
+		id, err := inode(filepath.Join(top, strings.TrimSpace(path)))
+		return id, err == nil
+	}
+	return w
+}
+
 // adopt adopts; what other tests of this process have left outside of the root is not placed.
 func (in *instance) adopt(slots int, when string) {
 	in.Helper()
-	a, err := in.k.Adopt(context.Background())
+	a, err := in.k.Adopt(context.Background(), in.whereabouts())
 	if err != nil || len(a.Errors) != 0 || a.Slots != slots {
 		in.Fatalf("%s: %+v (%v), want %d adopted", when, a, err, slots)
 	}
@@ -175,7 +218,7 @@ func TestAdoptBusy(t *testing.T) {
 	client.Storm(kerneltest.TCP4, "127.1.0.1:80", 4)
 	for i := range 12 {
 		in.apply(plan, member(t, plan, cg, "f", ""))
-		if _, err := in.k.Adopt(context.Background()); err != nil {
+		if _, err := in.k.Adopt(context.Background(), in.whereabouts()); err != nil {
 			t.Fatal(err)
 		}
 		if b := in.count(provider("p")); b.InUse < 1 || b.Peak > 2 {

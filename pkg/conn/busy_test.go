@@ -19,7 +19,29 @@ func TestOldEntry(t *testing.T) {
 	runAll(t,
 		test{"somebody else is about to delete it, and does not", testClaimed},
 		test{"deleting it is busy now and then", testBusyDelete},
+		test{"what is at home is another socket's", testOtherAtHome},
 	)
+}
+
+// A home's word has 24 bits of the cookie: of two sockets that have them in common, one is
+// at home, and the other neither takes its slot for its own nor ends it.
+func testOtherAtHome(in *instance) {
+	client, _ := two(in)
+	fd, s := unreachable(in, client)
+	was := s.Cookie
+	in.rewrite(&s, func(s *kernelSlot) { s.Cookie ^= 1 << 40 })
+	wantErrno(in, client.Connect(fd, "127.2.0.1:80"), 0, "connect beside it")
+	in.want(1, 1, "with another's slot at home")
+	client.Close(fd)
+	in.want(1, 0, "after the close")
+	in.rewrite(&s, func(s *kernelSlot) { s.Cookie = was })
+	if done, err := in.k.retire(&s); err != nil || !done {
+		in.Fatal(done, err)
+	}
+	s.Word |= uint64(kernelConstantSLOT_RELEASED)
+	if err := in.k.bury(&s); err != nil {
+		in.Fatal(err)
+	}
 }
 
 // unreachable leaves a slot of p with nobody but its descriptor.

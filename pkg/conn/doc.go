@@ -5,10 +5,12 @@
 //	policy.Plan + members -> Kernel.Apply -> a generation in pinned maps
 //	pinned maps           -> Reader.Snapshot -> a value for status and metrics
 //	sockets               -> Kernel.Reconcile -> slots given back
+//	sockets, who is where -> Kernel.Adopt     -> slots of what was there before
 //
 // The programs are in ../../bpf: types.h has every structure that both sides share
 // (Go gets them from its BTF, kernel_bpfel.go), dest.h finds provider and compartment,
-// admit.h is the counting rule, bulkhead.bpf.c the hooks.
+// slots.h puts and finds slots, admit.h is the counting rule, udp.h says which slots a UDP
+// socket has, bulkhead.bpf.c are the hooks. ../../docs/counting.md says what is counted.
 //
 // Kernel is the agent's: it loads or takes over what is pinned, applies plans and
 // reconciles. There is one at a time for a pin directory. Reader needs no agent. What
@@ -18,8 +20,9 @@
 //
 // BPFFS/bulkhead/v<layout>/ has one pin for each map, by its name, and one for each
 // link, link_<hook>. The layout number is BULKHEAD_LAYOUT in types.h: a build opens
-// only maps of its own layout. A first start pins aside, in new-<pid>, and publishes
-// with one rename. The agent's lock is an flock on BPFFS/bulkhead.
+// only maps of its own layout as its own. What a release of another has in force it takes
+// over (predecessor.go), by the description that is in each layout's map layout. A first
+// start pins aside, in new-<pid>, and publishes with one rename. The agent's lock is an flock on BPFFS/bulkhead.
 //
 // # Generations
 //

@@ -273,12 +273,11 @@ func (k *Kernel) Apply(plan *policy.Plan, members []Member) (uint32, error) {
 	if err != nil {
 		return 0, err
 	}
-	for _, p := range k.predecessors {
-		if k.pinned {
-			break // it was done before the first attach
-		}
-		if err := k.carry(p); err != nil {
-			return 0, err
+	if !k.pinned { // else it was done before the first attach
+		for _, p := range k.predecessors {
+			if err := k.carry(p); err != nil {
+				return 0, err
+			}
 		}
 	}
 	now, err := k.generation()

@@ -23,14 +23,27 @@ features:
   f: {class: batch, limits: {connections: 100}}
 `
 
+// release ends this release and opens another on the same pins.
+func (in *instance) release(layout int) {
+	in.Helper()
+	in.close()
+	in.o.layout = layout
+	in.open()
+}
+
+// newRelease is newInstance of a release.
+func newRelease(t *testing.T, layout int) *instance {
+	t.Helper()
+	in := newInstance(t)
+	in.release(layout)
+	return in
+}
+
 // TestSuccession: a release whose maps have another layout takes over, and the one before
 // takes over again: counts are what they were, the limit holds all the time, and of the
 // other nothing is left.
 func TestSuccession(t *testing.T) {
-	in := newInstance(t)
-	in.close()
-	in.o.layout = 101
-	in.open()
+	in := newRelease(t, 101)
 	plan, cg := in.enforce(successionPolicy)
 	server := kerneltest.Serve(t, "127.1.0.1:80", kerneltest.Drain)
 	kerneltest.Serve(t, "127.2.0.1:80", kerneltest.Drain)
@@ -126,10 +139,7 @@ func TestSuccession(t *testing.T) {
 
 // What is released while it is taken over is given back.
 func TestSuccessionRaces(t *testing.T) {
-	in := newInstance(t)
-	in.close()
-	in.o.layout = 101
-	in.open()
+	in := newRelease(t, 101)
 	plan, cg := in.enforce(twoProviders)
 	kerneltest.Serve(t, "127.1.0.1:80", kerneltest.Drain)
 	client := in.start(cg)
@@ -153,17 +163,12 @@ func TestSuccessionRaces(t *testing.T) {
 // A start that is killed while it removes the release before leaves nothing that the next
 // would take for open connections.
 func TestSuccessionKilledLate(t *testing.T) {
-	in := newInstance(t)
-	in.close()
-	in.o.layout = 101
-	in.open()
+	in := newRelease(t, 101)
 	plan, cg := in.enforce(successionPolicy)
 	server := kerneltest.Serve(t, "127.1.0.1:80", kerneltest.Drain)
 	client := in.start(cg)
 	open := []int{client.MustDial(kerneltest.TCP4, server.Addr), client.MustDial(kerneltest.TCP4, server.Addr)}
-	in.close()
-	in.o.layout = 102
-	in.open()
+	in.release(102)
 	p := in.k.predecessors[0]
 	in.k.predecessors = nil
 	in.apply(plan, member(t, plan, cg, "f", ""))
@@ -218,10 +223,7 @@ func TestSuccessionSmaller(t *testing.T) {
 
 // A release that does not describe its layout is not taken over, and stays in force.
 func TestNoSuccession(t *testing.T) {
-	in := newInstance(t)
-	in.close()
-	in.o.layout = 101
-	in.open()
+	in := newRelease(t, 101)
 	in.enforce(twoProviders)
 	in.close()
 	if err := os.Remove(filepath.Join(in.o.pins(), kernelMapLayout)); err != nil {

@@ -314,3 +314,34 @@ func TestMoved(t *testing.T) {
 		}
 	}
 }
+
+// The agent gives back what a UDP socket has held for longer than the policy's idle time.
+func TestIdleUDP(t *testing.T) {
+	n := newNode(t)
+	n.write(`
+apiVersion: bulkhead/v1
+kind: Policy
+mode: enforce
+providers:
+  quic: {cidrs: [@1/32], protocol: udp, idle: 1s, limits: {connections: 3}}
+features:
+  chat: {class: realtime, cpu: none}
+`)
+	n.start()
+	client := n.client("chat")
+	fd := client.Socket(kerneltest.UDP4)
+	if errno := client.SendTo(fd, n.addr(1), 1); errno != 0 {
+		t.Fatal(errno)
+	}
+	connected := client.MustDial(kerneltest.UDP4, n.addr(1))
+	if b := n.status().find("provider quic"); b == nil || b.InUse != 2 {
+		t.Fatalf("%+v, want 2 in use", b)
+	}
+	kerneltest.Poll(t, "the idle slot is given back", func() error {
+		if b := n.status().find("provider quic"); b.InUse != 1 {
+			return fmt.Errorf("%d in use, want that of the connected socket", b.InUse)
+		}
+		return nil
+	})
+	client.Close(fd, connected)
+}
