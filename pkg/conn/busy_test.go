@@ -17,9 +17,9 @@ import (
 // the deletion are one step.
 func TestOldEntry(t *testing.T) {
 	runAll(t,
+		test{"what is at home is another socket's", testOtherAtHome}, // before the others crowd them
 		test{"somebody else is about to delete it, and does not", testClaimed},
 		test{"deleting it is busy now and then", testBusyDelete},
-		test{"what is at home is another socket's", testOtherAtHome},
 	)
 }
 
