@@ -45,7 +45,7 @@ func (n Namespace) String() string {
 // end meanwhile are no error.
 func Namespaces() ([]Namespace, error) {
 	var all []Namespace
-	err := visit(func(ns Namespace, fd int) bool {
+	err := visit(nil, func(ns Namespace, fd int) bool {
 		all = append(all, ns)
 		return true
 	})
@@ -54,15 +54,17 @@ func Namespaces() ([]Namespace, error) {
 
 // visit calls f for every namespace that can be entered, the caller's own
 // first, each once, with a sock_diag socket in it that is closed afterwards.
-// It stops when f returns false. The cheap and likely ways in are tried first.
-func visit(f func(ns Namespace, fd int) bool) error {
+// It stops when f returns false. The cheap and likely ways in are tried first. known, if
+// it is not nil, says of a socket's inode number that f has seen the socket in a namespace
+// already, so that it leads to no other.
+func visit(known func(inode uint64) bool, f func(ns Namespace, fd int) bool) error {
 	done, own, err := visitOwn(f)
 	if done || err != nil {
 		return err
 	}
 	entered := map[uint64]bool{own: true}
 	var obstacles obstacles
-	for way, err := range ways {
+	for way, err := range ways(known) {
 		if err != nil {
 			obstacles.add(err)
 			continue
@@ -188,11 +190,13 @@ func diagSocket() (fd int, cookie uint64, err error) {
 
 // ways yields every way into a network namespace, with its inode: processes,
 // mounts, threads, sockets. Errors are of one way each.
-func ways(yield func(Namespace, error) bool) {
-	for _, each := range []iter.Seq2[Namespace, error]{processWays, mountWays, threadWays, socketWays} {
-		for way, err := range each {
-			if !yield(way, err) {
-				return
+func ways(known func(inode uint64) bool) iter.Seq2[Namespace, error] {
+	return func(yield func(Namespace, error) bool) {
+		for _, each := range []iter.Seq2[Namespace, error]{processWays, mountWays, threadWays, socketWays(known)} {
+			for way, err := range each {
+				if !yield(way, err) {
+					return
+				}
 			}
 		}
 	}
@@ -220,32 +224,39 @@ func threadWays(yield func(Namespace, error) bool) {
 }
 
 // socketWays finds namespaces that nothing is in any more but sockets: a process that
-// has left, or was handed the socket, holds it. It looks at every socket of the machine,
-// so it is the last resort.
-func socketWays(yield func(Namespace, error) bool) {
-	seen := map[uint64]bool{}
-	for pid := range numbered("/proc") {
-		fds := filepath.Join("/proc", pid, "fd")
-		for fd := range numbered(fds) {
-			way := Namespace{Path: filepath.Join(fds, fd)}
-			if link, err := os.Readlink(way.Path); err != nil || !strings.HasPrefix(link, "socket:") {
-				continue // closed meanwhile, or not to be looked at, as its process was not
-			}
-			way.pid, _ = strconv.Atoi(pid)
-			way.fd, _ = strconv.Atoi(fd)
-			ns, err := way.open()
-			if err == nil {
-				var st unix.Stat_t
-				err = unix.Fstat(ns, &st)
-				way.Inode = st.Ino
-				unix.Close(ns)
-			}
-			if errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EBADF) || err == nil && seen[way.Inode] {
-				continue
-			}
-			seen[way.Inode] = seen[way.Inode] || err == nil
-			if !yield(way, err) {
-				return
+// has left, or was handed the socket, holds it. It looks at every socket of the machine
+// that is not known, so it is the last resort.
+func socketWays(known func(inode uint64) bool) iter.Seq2[Namespace, error] {
+	return func(yield func(Namespace, error) bool) {
+		seen := map[uint64]bool{}
+		for pid := range numbered("/proc") {
+			fds := filepath.Join("/proc", pid, "fd")
+			for fd := range numbered(fds) {
+				way := Namespace{Path: filepath.Join(fds, fd)}
+				link, err := os.Readlink(way.Path)
+				if err != nil {
+					continue // closed meanwhile, or not to be looked at, as its process was not
+				}
+				inode, ok := bracketed("socket:", link)
+				if !ok || known != nil && known(inode) {
+					continue
+				}
+				way.pid, _ = strconv.Atoi(pid)
+				way.fd, _ = strconv.Atoi(fd)
+				ns, err := way.open()
+				if err == nil {
+					var st unix.Stat_t
+					err = unix.Fstat(ns, &st)
+					way.Inode = st.Ino
+					unix.Close(ns)
+				}
+				if errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EBADF) || err == nil && seen[way.Inode] {
+					continue
+				}
+				seen[way.Inode] = seen[way.Inode] || err == nil
+				if !yield(way, err) {
+					return
+				}
 			}
 		}
 	}
@@ -344,8 +355,11 @@ func linkInode(path string) (uint64, error) {
 }
 
 // netInode reads "net:[4026531840]".
-func netInode(s string) (uint64, bool) {
-	s, ok := strings.CutPrefix(s, "net:[")
+func netInode(s string) (uint64, bool) { return bracketed("net:", s) }
+
+// bracketed reads the number in "PREFIX[NUMBER]".
+func bracketed(prefix, s string) (uint64, bool) {
+	s, ok := strings.CutPrefix(s, prefix+"[")
 	if !ok {
 		return 0, false
 	}

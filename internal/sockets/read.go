@@ -86,7 +86,7 @@ func ReadAll(ctx context.Context, wanted map[uint64]struct{}, protos ...uint8) [
 		missing[cookie] = struct{}{}
 	}
 	var dumps []Dump
-	err := visit(func(ns Namespace, fd int) bool {
+	err := visit(nil, func(ns Namespace, fd int) bool {
 		if _, ok := missing[ns.Cookie]; ok || ns.Path == "" {
 			dumps = append(dumps, dump(ctx, ns, fd, protos))
 			delete(missing, ns.Cookie)
@@ -110,7 +110,16 @@ func ReadAll(ctx context.Context, wanted map[uint64]struct{}, protos ...uint8) [
 // what kept some from being found.
 func ReadEvery(ctx context.Context, protos ...uint8) ([]Dump, error) {
 	var dumps []Dump
-	err := visit(func(ns Namespace, fd int) bool {
+	inodes, noted := map[uint64]bool{}, 0
+	known := func(inode uint64) bool {
+		for ; noted < len(dumps); noted++ {
+			for _, s := range dumps[noted].Sockets {
+				inodes[uint64(s.Inode)] = true
+			}
+		}
+		return inodes[inode]
+	}
+	err := visit(known, func(ns Namespace, fd int) bool {
 		dumps = append(dumps, dump(ctx, ns, fd, protos))
 		return ctx.Err() == nil
 	})

@@ -379,6 +379,24 @@ func TestNamespaceWithoutProcess(t *testing.T) {
 			if mounted {
 				return
 			}
+			// A socket that was seen in a namespace leads to no other, and is not looked at
+			// again; those that were not are.
+			known := newPair(t, own, "tcp4", "127.0.0.1", "127.0.0.1")
+			found := map[uint64]bool{}
+			own.Do(func() error {
+				dumps, _ := ReadEvery(context.Background(), unix.IPPROTO_TCP) // not all are ours to look at
+				for _, d := range dumps {
+					for c := range d.Sockets {
+						found[c] = true
+					}
+				}
+				return nil
+			})
+			for _, s := range []*net.TCPConn{known.client, p.client} {
+				if !found[cookie(t, s, unix.SO_COOKIE)] {
+					t.Errorf("a socket is not among the %d of all namespaces", len(found))
+				}
+			}
 			p.client.Close()
 			p.server.Close()
 			if d := readAll(t, own, context.Background(), netns)[1]; d.Complete || !errors.Is(d.Err, ErrUnreachable) || d.Cookie != netns {

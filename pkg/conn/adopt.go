@@ -34,73 +34,99 @@ type Adopted struct {
 // belongs where a process that holds it is now, or, if none is found, where its socket
 // was made.
 //
-// Those of MPTCP are left alone. The close of the others is noticed as any other. The kernel tells nothing else of those of TCP, so
-// their bytes are shown while they are open and are in no sum; and their age is counted
-// from now.
+// Those of MPTCP are left alone. The close of the others is noticed as any other. The
+// kernel tells nothing else of those of TCP, so their bytes are shown while they are open
+// and are in no sum; and their age is counted from now.
 func (k *Kernel) Adopt(ctx context.Context, where Whereabouts) (Adopted, error) {
 	if k.tables == nil {
 		return Adopted{}, ErrNoPlan
 	}
-	out, err := k.adoptAll(ctx, where, policy.TCP)
-	if err == nil && k.tables.gen.Udp != 0 {
-		var udp Adopted
-		udp, err = k.adoptAll(ctx, where, policy.UDP)
-		out.Slots += udp.Slots
-		out.Unplaced += udp.Unplaced
-		out.Errors = append(out.Errors, udp.Errors...)
+	protos := []policy.Proto{policy.TCP}
+	if k.tables.gen.Udp != 0 {
+		protos = append(protos, policy.UDP)
 	}
-	return out, err
-}
-
-func (k *Kernel) adoptAll(ctx context.Context, where Whereabouts, proto policy.Proto) (Adopted, error) {
-	f := k.known.Load()
+	// Read before the dump: a socket that connects elsewhere after it was dumped has
+	// another note by then, and is left alone.
 	udp, err := k.udpSockets()
 	if err != nil {
 		return Adopted{}, err
 	}
+	dumps, hidden := readEvery(ctx, protos...)
+	out := Adopted{Hidden: hidden}
+	for _, d := range dumps {
+		if !d.Complete {
+			out.Errors = append(out.Errors, fmt.Errorf("%s: %w", d.Namespace, d.Err))
+		}
+	}
+	for _, proto := range protos {
+		if err := k.adoptAll(ctx, where, proto, dumps, udp, &out); err != nil {
+			return out, err
+		}
+	}
+	return out, nil
+}
+
+func readEvery(ctx context.Context, protos ...policy.Proto) ([]sockets.Dump, error) {
+	var numbers []uint8
+	for _, p := range protos {
+		numbers = append(numbers, uint8(p))
+	}
+	return sockets.ReadEvery(ctx, numbers...)
+}
+
+// adoptAll adopts what was dumped of one protocol; udp are the notes of before the dump.
+func (k *Kernel) adoptAll(ctx context.Context, where Whereabouts, proto policy.Proto, dumps []sockets.Dump, udp map[uint64]kernelUdpSocket, out *Adopted) error {
+	f := k.known.Load()
 	a := asked{plan: f.plan, where: where, proto: proto, part: func(provider uint32) uint32 {
 		if proto != policy.UDP {
 			return 0
 		}
 		return k.tables.routes[provider].Part
 	}}
-	found, out, err := strays(ctx, a, func() ([]slot, error) { return readSlots(k.coll.Maps) })
-	if err != nil || len(found) == 0 {
-		return out, err
+	// Read behind the dump: what the dump saw and our programs know has its slot by now,
+	// or is closed.
+	slots, err := readSlots(k.coll.Maps)
+	if err != nil {
+		return err
+	}
+	found, unplaced := strays(ctx, a, dumps, slots)
+	out.Unplaced += unplaced
+	if len(found) == 0 {
+		return nil
 	}
 	var adopted []stray
 	for _, s := range found {
 		s.tally = uint64(monotonic())
 		if s.word, err = k.adopt(f, s, udp[s.Cookie].Connected); err != nil {
-			return out, err
+			return err
 		}
 		if s.word != 0 {
 			adopted = append(adopted, s)
 		}
 	}
 	ghosts, err := k.dropGhosts(ctx, adopted)
-	out.Slots = len(adopted) - ghosts
-	return out, errors.Join(err, k.dropTwins())
+	out.Slots += len(adopted) - ghosts
+	return errors.Join(err, k.dropTwins())
 }
 
 // Existing says how many connections there are that Adopt would count if a plan came into
 // force with everybody there, by bulkhead, without changing anything.
 func Existing(ctx context.Context, o Options, plan *policy.Plan, where Whereabouts) (map[policy.Key]uint32, error) {
 	a := asked{plan: plan, where: where, proto: policy.TCP, part: func(uint32) uint32 { return 0 }}
-	found, _, err := strays(ctx, a, func() ([]slot, error) {
-		r, err := OpenReader(o)
-		if errors.Is(err, ErrNotLoaded) || errors.Is(err, ErrOtherRelease) {
-			return nil, nil
-		}
-		if err != nil {
+	dumps, _ := readEvery(ctx, a.proto)
+	var slots []slot
+	r, err := OpenReader(o)
+	switch {
+	case errors.Is(err, ErrNotLoaded) || errors.Is(err, ErrOtherRelease):
+	case err != nil:
+		return nil, err
+	default:
+		defer r.Close()
+		if slots, err = readSlots(r.maps); err != nil {
 			return nil, err
 		}
-		defer r.Close()
-		return readSlots(r.maps)
-	})
-	if err != nil {
-		return nil, err
 	}
+	found, _ := strays(ctx, a, dumps, slots)
 	n := map[policy.Key]uint32{}
 	for _, s := range found {
 		for _, h := range plan.Route(s.compartment, s.provider).Holds {
@@ -210,30 +236,20 @@ func (k *Kernel) dropGhosts(ctx context.Context, adopted []stray) (n int, err er
 	return n, nil
 }
 
-// strays are the connections that have no slot and that a plan would have given one.
-func strays(ctx context.Context, a asked, read func() ([]slot, error)) (all []stray, out Adopted, err error) {
-	dumps, hidden := sockets.ReadEvery(ctx, uint8(a.proto))
-	out.Hidden = hidden
-	// Read behind the dump: what the dump saw and our programs know has its slot by now,
-	// or is closed.
-	slots, err := read()
-	if err != nil {
-		return nil, out, err
-	}
+// strays are the connections of dumps that have none of the slots, which were read behind
+// the dumps, and that a plan would have given one.
+func strays(ctx context.Context, a asked, dumps []sockets.Dump, slots []slot) (all []stray, unplaced int) {
 	have := make(map[slotKey]bool, len(slots))
 	for _, s := range slots {
 		have[s.key()] = true
 	}
 	var found []stray
 	for _, d := range dumps {
-		if !d.Complete {
-			out.Errors = append(out.Errors, fmt.Errorf("%s: %w", d.Namespace, d.Err))
-		}
-		// What the dump did see is there.
+		// What an incomplete dump did see is there.
 		found = append(found, candidates(a, d, have)...)
 	}
 	if len(found) == 0 {
-		return nil, out, nil
+		return nil, 0
 	}
 	identify(found, a.where.Of)
 	// What is seen again now, and had no slot in between, has none: on a busy node most
@@ -245,7 +261,7 @@ func strays(ctx context.Context, a asked, read func() ([]slot, error)) (all []st
 		}
 		c, ok := a.where.Members[s.cgroup]
 		if !ok {
-			out.Unplaced++
+			unplaced++
 			continue
 		}
 		if c.Protected || a.plan.Route(c.Compartment, s.provider).CountOnly {
@@ -254,7 +270,7 @@ func strays(ctx context.Context, a asked, read func() ([]slot, error)) (all []st
 		s.compartment = c.Compartment
 		all = append(all, s)
 	}
-	return all, out, nil
+	return all, unplaced
 }
 
 // candidates are the connections of a dump that have no slot and that some compartment's
@@ -266,13 +282,13 @@ func candidates(a asked, d sockets.Dump, have map[slotKey]bool) []stray {
 	}
 	listened := map[uint16]bool{}
 	for _, s := range d.Sockets {
-		if s.State == sockets.Listen {
+		if s.Proto == uint8(a.proto) && s.State == sockets.Listen {
 			listened[s.Local.Port()] = true
 		}
 	}
 	var all []stray
 	for _, s := range d.Sockets {
-		if !opened(s.State) {
+		if s.Proto != uint8(a.proto) || !opened(s.State) {
 			continue // no descriptor holds it any more, or it is no connection
 		}
 		if s.Subflow {
