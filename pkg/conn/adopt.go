@@ -91,22 +91,29 @@ func (k *Kernel) adoptAll(ctx context.Context, where Whereabouts, proto policy.P
 	}
 	found, unplaced := strays(ctx, a, dumps, slots)
 	out.Unplaced += unplaced
+	n, err := k.take(ctx, f, found, udp)
+	out.Slots += n
+	return err
+}
+
+// take gives strays their slots, and returns how many have one now.
+func (k *Kernel) take(ctx context.Context, f *inForce, found []stray, udp map[uint64]kernelUdpSocket) (int, error) {
 	if len(found) == 0 {
-		return nil
+		return 0, nil
 	}
 	var adopted []stray
 	for _, s := range found {
+		var err error
 		s.tally = uint64(monotonic())
 		if s.word, err = k.adopt(f, s, udp[s.Cookie].Connected); err != nil {
-			return err
+			return len(adopted), err
 		}
 		if s.word != 0 {
 			adopted = append(adopted, s)
 		}
 	}
 	ghosts, err := k.dropGhosts(ctx, adopted)
-	out.Slots += len(adopted) - ghosts
-	return errors.Join(err, k.dropTwins())
+	return len(adopted) - ghosts, errors.Join(err, k.dropTwins())
 }
 
 // Existing says how many connections there are that Adopt would count if a plan came into

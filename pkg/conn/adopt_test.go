@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"bulkhead/internal/kerneltest"
+	"bulkhead/pkg/policy"
 )
 
 const adoptPolicy = `
@@ -206,6 +207,32 @@ func TestAdoptTwins(t *testing.T) {
 	}
 	in.want(0, 1, "after the twin is gone")
 	client.Close(fd)
+}
+
+// TestAdoptGhosts: a connection that closes between the last look at it and its slot has
+// none, as no hook will tell of its end.
+func TestAdoptGhosts(t *testing.T) {
+	in := newInstance(t)
+	cg := in.Mkdir("f")
+	server := kerneltest.Serve(t, "127.1.0.1:80", kerneltest.Drain)
+	client := in.start(cg)
+	closed, open := client.MustDial(kerneltest.TCP4, server.Addr), client.MustDial(kerneltest.TCP4, server.Addr)
+	plan := planOf(t, adoptPolicy)
+	in.apply(plan, member(t, plan, cg, "f", ""))
+
+	dumps, _ := readEvery(t.Context(), policy.TCP)
+	a := asked{plan: plan, where: in.whereabouts(), proto: policy.TCP, part: func(uint32) uint32 { return 0 }}
+	found, _ := strays(t.Context(), a, dumps, nil)
+	if len(found) != 2 {
+		t.Fatalf("%d strays, want 2", len(found))
+	}
+	client.Reset(closed)
+	if n, err := in.k.take(t.Context(), in.k.known.Load(), found, nil); n != 1 || err != nil {
+		t.Errorf("%d adopted (%v), want 1", n, err)
+	}
+	in.inUse(provider("p"), 1, "after one of two has closed")
+	client.Close(open)
+	in.inUse(provider("p"), 0, "after both have")
 }
 
 // What comes and goes while it is looked for has had a slot, and gets no other.

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"maps"
 	"net"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
@@ -485,7 +486,13 @@ func testUDPRenamed(in *instance) {
 func testUDPAdopted(in *instance) {
 	cg := in.Mkdir("f")
 	client := in.start(cg)
-	fd := client.MustDial(kerneltest.UDP4, "127.1.0.1:80")
+	// What listens for TCP at the same port has nothing to do with it.
+	listener := client.Socket(kerneltest.TCP4)
+	client.Bind(listener, "127.3.0.1:0")
+	at := netip.MustParseAddrPort(client.Listen(listener))
+	fd := client.Socket(kerneltest.UDP4)
+	client.Bind(fd, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), at.Port()).String())
+	wantErrno(in, client.Connect(fd, "127.1.0.1:80"), 0, "connect")
 	client.MustDial(kerneltest.UDP4, "127.9.0.1:80")
 	plan := planOf(in, udpPolicy)
 	in.apply(plan, member(in, plan, cg, "f", ""))

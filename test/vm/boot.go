@@ -29,6 +29,10 @@ type machine struct {
 	cpus, memoryMiB int
 	// virtual makes the clock count instructions; then there is one CPU.
 	virtual bool
+	// disk is a file with an installed system that takes over from our init; "" for none.
+	// boots is how many times it is started and the commands are run.
+	disk  string
+	boots int
 	// timeout is the host's time for the whole run.
 	timeout time.Duration
 }
@@ -43,28 +47,55 @@ func (m machine) args() []string {
 // boot runs the commands on k and returns what became of them. The guest's
 // output goes to out line by line while it runs.
 func boot(ctx context.Context, k kernel, m machine, files []guestFile, commands []command, out io.Writer) (*run, error) {
-	nonce := rand.Text()
-	image, err := buildImage(k, nonce, files, commands)
-	if err != nil {
-		return nil, err
-	}
 	dir, err := os.MkdirTemp("", "bulkhead-vm-")
 	if err != nil {
 		return nil, err
 	}
 	defer os.RemoveAll(dir)
+	ctx, cancel := context.WithTimeout(ctx, m.timeout)
+	defer cancel()
+	if m.disk == "" {
+		return bootOnce(ctx, k, m, dir, 1, files, commands, out)
+	}
+	copied := filepath.Join(dir, "disk")
+	if out, err := exec.CommandContext(ctx, "cp", "--sparse=always", "--reflink=auto", m.disk, copied).CombinedOutput(); err != nil {
+		return nil, fmt.Errorf("copy the disk: %w: %s", err, out)
+	}
+	m.disk = copied
+	var r *run
+	for n := 1; n <= m.boots; n++ {
+		next, err := bootOnce(ctx, k, m, dir, n, files, commands, out)
+		if err != nil {
+			return nil, err
+		}
+		if r = next.after(r); r.err() != nil {
+			break
+		}
+	}
+	return r, nil
+}
+
+// bootOnce is the number-th start of a guest.
+func bootOnce(ctx context.Context, k kernel, m machine, dir string, number int, files []guestFile, commands []command, out io.Writer) (*run, error) {
+	nonce := rand.Text()
+	image, err := buildImage(k, nonce, m, number, files, commands)
+	if err != nil {
+		return nil, err
+	}
 	initrd := filepath.Join(dir, "initrd")
 	if err := os.WriteFile(initrd, image, 0o600); err != nil {
 		return nil, err
 	}
 
-	ctx, cancel := context.WithTimeout(ctx, m.timeout)
-	defer cancel()
 	args := append(m.args(),
 		"-cpu", "max", "-kernel", k.vmlinuz, "-initrd", initrd,
 		// A panic or an oops ends the guest at once: it reboots, and -no-reboot.
-		"-append", "console=ttyS0 quiet panic=-1 oops=panic mitigations=off random.trust_cpu=on",
+		"-append", "console=ttyS0 quiet panic=-1 oops=panic mitigations=off random.trust_cpu=on systemd.show_status=error systemd.unit=guest.target",
 		"-no-reboot", "-nodefaults", "-display", "none", "-monitor", "none")
+	if m.disk != "" {
+		// What is lost with the host's machine may be lost.
+		args = append(args, "-drive", "file="+m.disk+",format=raw,if=none,id=disk,cache=unsafe", "-device", "virtio-blk-pci,drive=disk")
+	}
 	cmd := exec.CommandContext(ctx, "qemu-system-x86_64", args...)
 	// qemu must not outlive us, however we end (see LockOSThread in main).
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}

@@ -11,6 +11,7 @@ import (
 	"path"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 )
 
@@ -18,6 +19,11 @@ import (
 //
 //go:embed init.sh
 var initScript string
+
+// commandsScript runs the commands, in either kind of guest.
+//
+//go:embed commands.sh
+var commandsScript string
 
 // guestModules are loaded in every guest: the socket dumps and what tests
 // build networks from. On Debian they are modules, and nothing in the guest
@@ -86,19 +92,28 @@ type guestFile struct{ host, guest string }
 
 // buildImage makes the initramfs: init, busybox, modules, files, and one
 // script for each command.
-func buildImage(k kernel, nonce string, files []guestFile, commands []command) ([]byte, error) {
+//
+// With a disk the files are kept apart, in /stage, to be put onto it.
+func buildImage(k kernel, nonce string, m machine, number int, files []guestFile, commands []command) ([]byte, error) {
 	var a archive
 	for _, d := range []string{"bin", "dev", "proc", "run", "sys", "tmp", "root", "etc"} {
 		a.dir(d)
 	}
-	a.file("init", 0o755, []byte(strings.ReplaceAll(initScript, "@NONCE@", nonce)))
+	stage, wanted := "/", guestModules()
+	if m.disk != "" {
+		stage, wanted = "/stage", append(wanted, "virtio_pci", "virtio_blk")
+		a.dir(stage)
+	}
+	text := strings.NewReplacer("@NONCE@", nonce, "@BOOT@", strconv.Itoa(number), "@BOOTS@", strconv.Itoa(m.boots))
+	a.file("init", 0o755, []byte(text.Replace(initScript)))
+	a.file("commands.sh", 0o755, []byte(text.Replace(commandsScript)))
 	a.file("etc/passwd", 0o644, []byte("root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/tmp:/bin/sh\n"))
 	a.file("etc/group", 0o644, []byte("root:x:0:\nnogroup:x:65534:\n"))
 	a.file("etc/hosts", 0o644, []byte("127.0.0.1 localhost\n::1 localhost\n"))
 	if err := addFiles(&a, guestFile{"/bin/busybox", "/bin/busybox"}); err != nil {
 		return nil, fmt.Errorf("%w (install busybox-static)", err)
 	}
-	modules, err := loadOrder(k.modules, guestModules())
+	modules, err := loadOrder(k.modules, wanted)
 	if err != nil {
 		return nil, fmt.Errorf("kernel %s: %w", k.name, err)
 	}
@@ -106,6 +121,7 @@ func buildImage(k kernel, nonce string, files []guestFile, commands []command) (
 		a.file(fmt.Sprintf("modules/%03d-%s.ko", i, m.name), 0o644, m.data)
 	}
 	for _, f := range files {
+		f.guest = path.Join(stage, f.guest)
 		if err := addFiles(&a, f); err != nil {
 			return nil, err
 		}

@@ -1,14 +1,11 @@
 #!/bin/busybox sh
 # The guest's init. ttyS0 is the kernel's console, ttyS1 gets the output of the
-# commands, ttyS2 the report: lines of the boot's own word, then
-#   kernel VERSION | exit INDEX CODE | fail TEXT | done
+# commands, ttyS2 the report: lines that begin with the boot's own word.
 /bin/busybox --install -s /bin
 export PATH=/bin HOME=/root
-# What a test may not skip here, and the binary that the end-to-end tests run.
-export BULKHEAD_REQUIRE=cpu,memory BULKHEAD_BINARY=/bin/bulkhead
 cd /
+. /commands.sh
 
-report() { echo "@NONCE@ $*" >/dev/ttyS2; }
 must() { "$@" || { report "fail $*"; poweroff -f; }; }
 
 must mount -t devtmpfs dev /dev
@@ -18,22 +15,41 @@ stty -F /dev/ttyS2 raw -echo
 must mount -t proc proc /proc
 report "kernel $(uname -r)"
 must mount -t sysfs sys /sys
-must mount -t cgroup2 cgroup /sys/fs/cgroup
-must mount -t bpf bpf /sys/fs/bpf
-must mount -t tmpfs -o mode=1777 tmp /tmp
 must mount -t tmpfs run /run
-mkdir -p /dev/shm && must mount -t tmpfs -o mode=1777 shm /dev/shm
 must ip link set lo up
 for module in /modules/*; do must insmod "$module"; done
 
-index=0
-for command in /commands/*; do
-	sh "$command" </dev/null >/dev/ttyS1 2>&1
-	code=$?
-	# Waits until the port has sent what was written to it.
-	stty -F /dev/ttyS1 raw
-	report "exit $index $code"
-	index=$((index + 1))
-done
-report done
+if [ -d /stage ]; then
+	# The system on the disk takes over. It runs the commands as a service, once all else
+	# is up: its state in /run stays, as it does when a system boots.
+	must mkdir /new
+	must mount -t ext4 /dev/vda /new
+	must cp -a /stage/. /new/
+	must mkdir -p /run/guest /run/systemd/system/guest.target.wants
+	must cp -a /commands /commands.sh /run/guest/
+	cat >/run/systemd/system/guest.target <<-'E'
+		[Unit]
+		Requires=multi-user.target
+		After=multi-user.target
+		AllowIsolate=yes
+	E
+	cat >/run/systemd/system/guest.service <<-'E'
+		[Unit]
+		After=multi-user.target
+		[Service]
+		Environment=HOME=/root
+		ExecStart=/bin/sh -c '. /run/guest/commands.sh; run_commands /run/guest/commands; [ @BOOT@ = @BOOTS@ ] && systemctl poweroff -ff; systemctl poweroff'
+	E
+	ln -s ../guest.service /run/systemd/system/guest.target.wants/guest.service
+	must mount -o move /run /new/run
+	umount /proc /sys
+	mount -o move /dev /new/dev
+	exec switch_root /new /lib/systemd/systemd
+fi
+
+must mount -t cgroup2 cgroup /sys/fs/cgroup
+must mount -t bpf bpf /sys/fs/bpf
+must mount -t tmpfs -o mode=1777 tmp /tmp
+mkdir -p /dev/shm && must mount -t tmpfs -o mode=1777 shm /dev/shm
+run_commands /commands
 poweroff -f

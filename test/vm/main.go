@@ -41,9 +41,15 @@ func main() {
 	}
 }
 
+// target is a kernel, and the system on a disk that it boots; "" is busybox alone.
+type target struct {
+	release
+	system string
+}
+
 // options are the command line.
 type options struct {
-	releases []release
+	targets  []target
 	machine  machine
 	files    []guestFile
 	run      string
@@ -56,13 +62,15 @@ type options struct {
 
 func parseOptions(args []string) (options, error) {
 	var o options
-	names := "all"
+	names, systems := "all", ""
 	f := flag.NewFlagSet("vm", flag.ContinueOnError)
 	f.Usage = func() {
 		fmt.Fprintln(f.Output(), "usage: vm [flags] [package...] [-- command [argument...]]")
 		f.PrintDefaults()
 	}
 	f.StringVar(&names, "kernel", names, "kernels to boot, comma-separated: 6.1, 6.12, newest, or all")
+	f.StringVar(&systems, "system", "", "boot an installed Debian with systemd and its own kernel: 12, 13, or all; -kernel is not heeded")
+	f.IntVar(&o.machine.boots, "boots", 1, "with -system: run the commands so many times, with a reboot in between; $BULKHEAD_BOOT counts from 1")
 	f.IntVar(&o.machine.cpus, "smp", 2, "virtual CPUs")
 	f.IntVar(&o.machine.memoryMiB, "memory", 2048, "the guest's memory in MiB")
 	f.BoolVar(&o.machine.virtual, "virtual", false, "virtual time: one CPU whose clock counts instructions")
@@ -89,22 +97,46 @@ func parseOptions(args []string) (options, error) {
 		return o, fmt.Errorf("%w: %w", errUsage, err)
 	}
 	o.packages = f.Args()
-	for _, name := range strings.Split(names, ",") {
-		found := false
-		for _, r := range releases() {
-			if name == r.name || name == "all" {
-				o.releases = append(o.releases, r)
-				found = true
-			}
-		}
-		if !found {
-			return o, fmt.Errorf("%w: no kernel %q: there are 6.1, 6.12 and newest", errUsage, name)
-		}
+	var err error
+	if o.targets, err = targets(names, systems); err != nil {
+		return o, err
+	}
+	if o.machine.boots < 1 || o.machine.boots > 1 && systems == "" {
+		return o, fmt.Errorf("%w: -boots wants a number from 1, and -system", errUsage)
 	}
 	if len(o.packages) == 0 && len(o.command) == 0 && !o.refresh {
 		return o, fmt.Errorf("%w: nothing to run: name packages, or a command after --", errUsage)
 	}
 	return o, nil
+}
+
+// targets are what the flags -kernel and -system name.
+func targets(kernels, systems string) ([]target, error) {
+	var all []target
+	if systems != "" {
+		for _, name := range strings.Split(strings.ReplaceAll(systems, "all", "12,13"), ",") {
+			_, kernel, err := systemOf(name)
+			if err != nil {
+				return nil, err
+			}
+			i := slices.IndexFunc(releases(), func(r release) bool { return r.name == kernel })
+			all = append(all, target{releases()[i], name})
+		}
+		return all, nil
+	}
+	for _, name := range strings.Split(kernels, ",") {
+		found := false
+		for _, r := range releases() {
+			if name == r.name || name == "all" {
+				all = append(all, target{release: r})
+				found = true
+			}
+		}
+		if !found {
+			return nil, fmt.Errorf("%w: no kernel %q: there are 6.1, 6.12 and newest", errUsage, name)
+		}
+	}
+	return all, nil
 }
 
 // rig does what args ask and writes the guests' output and a line for each
@@ -131,12 +163,17 @@ func rig(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 
-	kernels := make([]outcome, len(o.releases))
+	kernels := make([]outcome, len(o.targets))
 	slots := make(chan struct{}, max(o.jobs, 1))
 	shared := &lockedWriter{out: out}
 	var wg sync.WaitGroup
-	for i, r := range o.releases {
-		k, err := getKernel(ctx, cache, r, o.refresh, os.Stderr)
+	for i, t := range o.targets {
+		k, err := getKernel(ctx, cache, t.release, o.refresh, os.Stderr)
+		m := o.machine
+		if err == nil && t.system != "" {
+			k.name = "debian " + t.system
+			m.disk, err = getSystem(ctx, cache, t.system, o.refresh, os.Stderr)
+		}
 		if err != nil {
 			kernels[i].err = err
 			continue
@@ -154,7 +191,7 @@ func rig(ctx context.Context, args []string, out io.Writer) error {
 			defer func() { <-slots }()
 			runtime.LockOSThread() // see main
 			defer runtime.UnlockOSThread()
-			kernels[i] = runKernel(ctx, k, o, append(slices.Clone(binaries), o.files...), commands, shared)
+			kernels[i] = runKernel(ctx, k, m, append(slices.Clone(binaries), o.files...), commands, shared)
 		})
 	}
 	wg.Wait()
@@ -175,9 +212,9 @@ type outcome struct {
 }
 
 // runKernel boots one kernel and judges what its guest reports.
-func runKernel(ctx context.Context, k kernel, o options, files []guestFile, commands []command, out io.Writer) outcome {
+func runKernel(ctx context.Context, k kernel, m machine, files []guestFile, commands []command, out io.Writer) outcome {
 	start := time.Now()
-	result, err := boot(ctx, k, o.machine, files, commands, &prefixWriter{prefix: k.name + " | ", out: out})
+	result, err := boot(ctx, k, m, files, commands, &prefixWriter{prefix: k.name + " | ", out: out})
 	if err != nil {
 		return outcome{err: fmt.Errorf("kernel %s: %w", k.name, err)}
 	}

@@ -46,6 +46,18 @@ func newRun(nonce string, commands []command, out io.Writer) *run {
 	return &run{nonce: nonce, commands: commands, out: out, codes: map[int]int{}, results: make([]result, len(commands)+1)}
 }
 
+// after adds what the tests of the start before did.
+func (r *run) after(before *run) *run {
+	if before != nil {
+		for i, c := range before.results {
+			r.results[i].passed = append(c.passed, r.results[i].passed...)
+			r.results[i].failed = append(c.failed, r.results[i].failed...)
+			r.results[i].skipped = append(c.skipped, r.results[i].skipped...)
+		}
+	}
+	return r
+}
+
 // show prints and remembers a line. Called with mu held.
 func (r *run) show(line string) {
 	fmt.Fprintln(r.out, line)

@@ -1,0 +1,121 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+)
+
+// systemOf pairs the names that systems have here, which are Debian's versions, with their
+// suites and with their kernels' names in releases.
+func systemOf(name string) (suite, kernel string, err error) {
+	switch name {
+	case "12":
+		return "bookworm", "6.1", nil
+	case "13":
+		return "trixie", "6.12", nil
+	}
+	return "", "", fmt.Errorf("%w: no system %q: there are 12 and 13", errUsage, name)
+}
+
+// systemPackages are installed beside the essential ones. There is no udev: the guest has
+// no devices that come and go, and it boots in half the time.
+var systemPackages = []string{"systemd", "systemd-sysv", "dbus", "libpam-systemd"}
+
+// diskMiB is the size of the disk; what is not used is a hole in its file.
+const diskMiB = 1024
+
+// getSystem returns the disk of an installed Debian with systemd as init, of which a guest
+// gets a copy, making it first if it is not in the cache or refresh is set. It is made by mmdebstrap, as root, from the machine's own Debian sources with
+// another suite in place of its own, which apt verifies as it always does.
+func getSystem(ctx context.Context, cache, name string, refresh bool, log io.Writer) (disk string, err error) {
+	suite, _, err := systemOf(name)
+	if err != nil {
+		return "", err
+	}
+	dir := filepath.Join(cache, "systems")
+	// Whoever changes what is in it makes another.
+	disk = filepath.Join(dir, suite+"-1.ext4")
+	if _, err := os.Stat(disk); err == nil && !refresh {
+		return disk, nil
+	} else if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return "", err
+	}
+	if err := makeSystem(ctx, dir, suite, disk, log); err != nil {
+		return "", fmt.Errorf("make a Debian %s: %w", name, err)
+	}
+	return disk, nil
+}
+
+func makeSystem(ctx context.Context, dir, suite, disk string, log io.Writer) error {
+	if os.Geteuid() != 0 {
+		return errors.New("only root can (it is made once and kept)")
+	}
+	osRelease, err := os.ReadFile("/etc/os-release")
+	if err != nil {
+		return err
+	}
+	all, err := readSources("/")
+	if err != nil {
+		return err
+	}
+	sources, err := forSuite(all, codename(string(osRelease)), suite)
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return err
+	}
+	tmp, err := os.MkdirTemp(dir, ".make-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(tmp)
+	list, root, image := filepath.Join(tmp, "debian.sources"), filepath.Join(tmp, "root"), filepath.Join(tmp, "disk")
+	if err := os.WriteFile(list, []byte(sources), 0o644); err != nil {
+		return err
+	}
+	fmt.Fprintf(log, "making a system of %s with systemd: once, a minute or two\n", suite)
+	run := func(name string, args ...string) error {
+		cmd := exec.CommandContext(ctx, name, args...)
+		cmd.Env = append(os.Environ(), "LC_ALL=C.UTF-8")
+		if out, err := cmd.CombinedOutput(); err != nil {
+			return fmt.Errorf("%s: %w:\n%s", name, err, out)
+		}
+		return nil
+	}
+	err = run("mmdebstrap", "--mode=root", "--variant=minbase", "--include="+strings.Join(systemPackages, ","),
+		"--dpkgopt=path-exclude=/usr/share/doc/*", "--dpkgopt=path-exclude=/usr/share/locale/*", "--dpkgopt=path-exclude=/usr/share/man/*",
+		suite, root, list)
+	if errors.Is(err, exec.ErrNotFound) {
+		return fmt.Errorf("%w (install mmdebstrap)", err)
+	}
+	if err != nil {
+		return err
+	}
+	// Nobody logs in, and what waits for a device that udev would tell of waits forever.
+	for _, unit := range []string{"getty.target", "serial-getty@ttyS0.service", "apt-daily.timer", "apt-daily-upgrade.timer", "dpkg-db-backup.timer", "e2scrub_all.timer", "e2scrub_reap.service", "systemd-firstboot.service"} {
+		if err := os.Symlink("/dev/null", filepath.Join(root, "etc/systemd/system", unit)); err != nil {
+			return err
+		}
+	}
+	for name, text := range map[string]string{
+		"etc/hostname":   "guest\n",
+		"etc/fstab":      "",
+		"etc/machine-id": "0123456789abcdef0123456789abcdef\n", // else each boot is a first one
+	} {
+		if err := os.WriteFile(filepath.Join(root, name), []byte(text), 0o644); err != nil {
+			return err
+		}
+	}
+	if err := run("mkfs.ext4", "-q", "-F", "-O", "^has_journal", "-d", root, image, fmt.Sprintf("%dM", diskMiB)); err != nil {
+		return err
+	}
+	return os.Rename(image, disk)
+}
