@@ -125,7 +125,10 @@ func room(where conn.Options) (f finding, ok bool) {
 }
 
 func controllerFindings(tree *cgroup.Tree) []finding {
-	var out []finding
+	m := tree.Manager()
+	out := []finding{{Name: "cgroup manager", OK: !m.Unreachable, Detail: m.Name + ": " + m.Why,
+		Cost: "each of its daemon-reloads takes CPU and memory values back; connection limits work",
+		Cure: "let the agent see /run/systemd of the host (in a container: mount it)"}}
 	for _, c := range []struct{ name, cost string }{
 		{"cpu", "CPU weights and quotas are not set; connection limits work"},
 		{"memory", "memory limits are not set; connection limits work"},

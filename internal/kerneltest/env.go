@@ -114,7 +114,7 @@ func removeTree(dir string) error {
 	if err := os.WriteFile(filepath.Join(dir, "cgroup.kill"), []byte("1"), 0); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("kill what runs in %s: %w", dir, err)
 	}
-	return poll(func() error { return rmdirAll(dir) })
+	return poll(patience, func() error { return rmdirAll(dir) })
 }
 
 func rmdirAll(dir string) error {

@@ -174,13 +174,19 @@ const patience = 30 * time.Second
 // Poll repeats f until it returns nil, and fails the test if it does not in time.
 func Poll(t testing.TB, what string, f func() error) {
 	t.Helper()
-	if err := poll(f); err != nil {
-		t.Fatalf("%s: still after %s: %v", what, patience, err)
+	PollFor(t, patience, what, f)
+}
+
+// PollFor is Poll for what may take longer or shorter than others.
+func PollFor(t testing.TB, limit time.Duration, what string, f func() error) {
+	t.Helper()
+	if err := poll(limit, f); err != nil {
+		t.Fatalf("%s: still after %s: %v", what, limit, err)
 	}
 }
 
-func poll(f func() error) error {
-	for deadline := time.Now().Add(patience); ; time.Sleep(time.Millisecond) {
+func poll(limit time.Duration, f func() error) error {
+	for deadline := time.Now().Add(limit); ; time.Sleep(time.Millisecond) {
 		err := f()
 		if err == nil || time.Now().After(deadline) {
 			return err

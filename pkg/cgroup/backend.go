@@ -18,8 +18,8 @@ import (
 // tree's root and start with "/". The tree calls one method at a time.
 //
 // Files are one implementation. On a host that systemd runs, a raw write into
-// a unit's cgroup is undone by the next daemon-reload, so there a Backend has
-// to name the same slices and values to systemd.
+// a unit's cgroup is undone by the next daemon-reload, so there the other
+// names the same slices and values to systemd. Tree.Manager says which it is.
 type Backend interface {
 	// Ensure makes the cgroup at path, and its ancestors, if they do not exist,
 	// and sees to it that the named controllers can be used in it as far as
@@ -38,6 +38,15 @@ type Backend interface {
 	// parents. One that does not exist is no error; one that has processes or
 	// children stays, and the error is ErrBusy.
 	Remove(path string) error
+
+	// Enter moves the calling process into a new leaf of a slice that exists and returns
+	// the leaf's path (see Tree.Enter).
+	Enter(slice string) (string, error)
+
+	// Release gives back what slices of ours hold of controllers, and at the root what was
+	// turned on for them and nobody else has come to use. all is a walk of the tree. What
+	// cannot be given back stays.
+	Release(all []Cgroup)
 }
 
 // cgroupfs is the Backend of plain files.

@@ -29,8 +29,13 @@ func (t *Tree) Enter(slice string) (string, error) {
 	if _, err := t.Get(slice); err != nil {
 		return "", fmt.Errorf("enter slice: %w (is the agent running, and the feature in its policy?)", err)
 	}
+	return t.Backend.Enter(slice)
+}
+
+func (b cgroupfs) Enter(slice string) (string, error) {
+	t := b.t
 	var err error
-	for i := 0; i < enterTries; i++ {
+	for i := range enterTries {
 		var leaf string
 		if leaf, err = t.enter(slice, i); err == nil {
 			return leaf, nil
@@ -45,14 +50,17 @@ func (t *Tree) Enter(slice string) (string, error) {
 	return "", fmt.Errorf("enter slice %s: %w", slice, err)
 }
 
-func (t *Tree) enter(slice string, try int) (string, error) {
-	// Another pid namespace may have the same pid, and its process a leaf of
-	// this name; then this one gets a number.
-	name := fmt.Sprintf("exec-%d.scope", os.Getpid())
+// leafNameOf is the name of the calling process's leaf. Another pid namespace may have the
+// same pid, and its process a leaf of this name; then this one gets a number.
+func leafNameOf(try int) string {
 	if try > 0 {
-		name = fmt.Sprintf("exec-%d-%d.scope", os.Getpid(), try)
+		return fmt.Sprintf("exec-%d-%d.scope", os.Getpid(), try)
 	}
-	leaf := path.Join(slice, name)
+	return fmt.Sprintf("exec-%d.scope", os.Getpid())
+}
+
+func (t *Tree) enter(slice string, try int) (string, error) {
+	leaf := path.Join(slice, leafNameOf(try))
 	if err := os.Mkdir(t.path(leaf), 0o755); err != nil {
 		if errors.Is(err, unix.EEXIST) {
 			err = ErrBusy

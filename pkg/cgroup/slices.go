@@ -181,15 +181,16 @@ func (t *Tree) Remove() ([]Left, []Condition, error) {
 	if err != nil {
 		return left, conds, err
 	}
-	t.releaseControllers(all)
+	t.Backend.Release(all)
 	return left, conds, nil
 }
 
-// releaseControllers turns off, children first, the controllers of our slices,
+// Release turns off, children first, the controllers of our slices,
 // and at the root those that we turned on and nobody else has come to use: it
 // would take their values with it. What the kernel refuses (EBUSY: a cgroup
 // below passes it on) stays on, as it should.
-func (t *Tree) releaseControllers(all []Cgroup) {
+func (b cgroupfs) Release(all []Cgroup) {
+	t := b.t
 	for i := len(all) - 1; i >= 0; i-- {
 		if p := all[i].Path; isSlice(p) {
 			for _, c := range controllers {

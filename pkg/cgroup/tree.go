@@ -42,8 +42,7 @@ type Tree struct {
 	// is mounted with nsdelegate, as systemd does, moving a process across the
 	// namespace's border fails with ENOENT.
 	Namespaced bool
-	// Backend makes, changes and removes cgroups. Find sets the one that uses
-	// plain files; another may take its place before the tree is first used.
+	// Backend makes, changes and removes cgroups: Find sets the one that Manager names.
 	Backend Backend
 
 	// abs is the path of Dir below the true root, as /proc/PID/cgroup shows it
@@ -206,6 +205,9 @@ func openTree(dir string, mounts []mount) (*Tree, error) {
 			t.abs = ""
 		}
 		t.Level = strings.Count(t.abs, "/")
+		if t.Manager().Name == "systemd" {
+			t.Backend = &systemd{files: cgroupfs{t}}
+		}
 		return t, nil
 	}
 	return nil, fmt.Errorf("cgroup root %s: its mount is not in /proc/self/mountinfo", dir)

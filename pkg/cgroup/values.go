@@ -160,7 +160,7 @@ func (t *Tree) SetValues(plan *policy.Plan, adopted []Adopted) ([]Condition, err
 		}
 	}
 	if plan.Mode == policy.Observe {
-		t.releaseControllers(all)
+		t.Backend.Release(all)
 	}
 	return dedupe(conds), nil
 }

@@ -24,7 +24,11 @@ if [ -d /stage ]; then
 	# is up: its state in /run stays, as it does when a system boots.
 	must mkdir /new
 	must mount -t ext4 /dev/vda /new
-	must cp -a /stage/. /new/
+	# Debian's /bin is a link.
+	(cd /stage && find . -type f) | while read -r file; do
+		must mkdir -p "/new/${file%/*}"
+		must cp -a "/stage/$file" "/new/$file"
+	done
 	must mkdir -p /run/guest /run/systemd/system/guest.target.wants
 	must cp -a /commands /commands.sh /run/guest/
 	cat >/run/systemd/system/guest.target <<-'E'

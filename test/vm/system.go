@@ -28,6 +28,17 @@ func systemOf(name string) (suite, kernel string, err error) {
 // no devices that come and go, and it boots in half the time.
 var systemPackages = []string{"systemd", "systemd-sysv", "dbus", "libpam-systemd"}
 
+// masked are units that take their time and that nothing here needs: nobody logs in, the
+// kernel has no modules on the disk, and what waits for a device that udev would tell of
+// waits forever.
+var masked = []string{
+	"getty.target", "serial-getty@ttyS0.service", "systemd-firstboot.service", "systemd-remount-fs.service", "systemd-random-seed.service",
+	"systemd-update-utmp.service", "systemd-update-utmp-runlevel.service", "systemd-modules-load.service", "modprobe@.service",
+	"apt-daily.timer", "apt-daily-upgrade.timer", "dpkg-db-backup.timer", "e2scrub_all.timer", "e2scrub_reap.service",
+	"dev-hugepages.mount", "dev-mqueue.mount", "sys-kernel-debug.mount", "sys-kernel-tracing.mount", "sys-fs-fuse-connections.mount", "sys-kernel-config.mount",
+	"proc-sys-fs-binfmt_misc.automount",
+}
+
 // diskMiB is the size of the disk; what is not used is a hole in its file.
 const diskMiB = 1024
 
@@ -40,8 +51,8 @@ func getSystem(ctx context.Context, cache, name string, refresh bool, log io.Wri
 		return "", err
 	}
 	dir := filepath.Join(cache, "systems")
-	// Whoever changes what is in it makes another.
-	disk = filepath.Join(dir, suite+"-1.ext4")
+	// The number is another when what is in it is.
+	disk = filepath.Join(dir, suite+"-2.ext4")
 	if _, err := os.Stat(disk); err == nil && !refresh {
 		return disk, nil
 	} else if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -99,8 +110,7 @@ func makeSystem(ctx context.Context, dir, suite, disk string, log io.Writer) err
 	if err != nil {
 		return err
 	}
-	// Nobody logs in, and what waits for a device that udev would tell of waits forever.
-	for _, unit := range []string{"getty.target", "serial-getty@ttyS0.service", "apt-daily.timer", "apt-daily-upgrade.timer", "dpkg-db-backup.timer", "e2scrub_all.timer", "e2scrub_reap.service", "systemd-firstboot.service"} {
+	for _, unit := range masked {
 		if err := os.Symlink("/dev/null", filepath.Join(root, "etc/systemd/system", unit)); err != nil {
 			return err
 		}

@@ -1,0 +1,425 @@
+package cgroup
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"os"
+	"path"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	systemd1 "github.com/coreos/go-systemd/v22/dbus"
+	"github.com/godbus/dbus/v5"
+	"golang.org/x/sys/unix"
+
+	"bulkhead/pkg/policy"
+)
+
+const (
+	// bootedDir exists exactly where systemd is the init that runs (sd_booted(3)).
+	bootedDir = "/run/systemd/system"
+	// privateSocket is systemd's own: it is there before the message bus is, and after.
+	privateSocket = "/run/systemd/private"
+	// controlDir has the drop-ins of properties that are set for good, one of each unit
+	// (systemctl(1), set-property).
+	controlDir = "/etc/systemd/system.control"
+	// systemdTimeout bounds one request to systemd and its effect. A daemon-reexec, in
+	// which nobody answers, is over long before.
+	systemdTimeout = 20 * time.Second
+	// unset gives a property of resource control back: systemd's CGROUP_WEIGHT_INVALID,
+	// USEC_INFINITY and CGROUP_LIMIT_MAX are all this.
+	unset = uint64(math.MaxUint64)
+)
+
+// Manager says who makes the cgroups of a tree, as doctor tells it.
+type Manager struct {
+	Name string // "systemd" or "cgroupfs"
+	// Why in words; and whether it is the files of a systemd that cannot be reached,
+	// which takes back what is written there.
+	Why         string
+	Unreachable bool
+}
+
+// Manager says through whom slices are made: systemd where it runs this very tree, else
+// the files of the tree.
+func (t *Tree) Manager() Manager {
+	_, err := t.Get("/init.scope")
+	its := err == nil && t.ID == rootID // systemd is in the tree, here or outside of a container
+	booted, reachable := isDir(bootedDir), isSocket(privateSocket)
+	switch {
+	case its && booted && reachable && !t.Namespaced:
+		return Manager{Name: "systemd", Why: "it runs this tree; asked over " + privateSocket}
+	case its:
+		return Manager{Name: "cgroupfs", Unreachable: true, Why: "a systemd runs this tree that cannot be reached from here (no " + privateSocket + ")"}
+	case booted:
+		return Manager{Name: "cgroupfs", Why: "the root is no tree of systemd's"}
+	}
+	return Manager{Name: "cgroupfs", Why: "no systemd runs here"}
+}
+
+func isDir(p string) bool {
+	info, err := os.Lstat(p)
+	return err == nil && info.IsDir()
+}
+
+func isSocket(p string) bool {
+	info, err := os.Stat(p)
+	return err == nil && info.Mode()&os.ModeSocket != 0
+}
+
+// systemd is the Backend on a host that systemd runs: a slice of ours is a unit of the
+// same name, its values are properties, and a command of exec is a scope. Properties are
+// set for good: systemd has them in force before anything starts in the slice, after a
+// reboot too. Cgroups of others, and files that systemd has no property for, are left to
+// the files.
+type systemd struct {
+	files cgroupfs
+
+	mu   sync.Mutex
+	conn *systemd1.Conn
+}
+
+func (b *systemd) t() *Tree { return b.files.t }
+
+// call makes a request, with a new connection if systemd has closed the one before, as it
+// does at each daemon-reexec.
+func (b *systemd) call(f func(ctx context.Context, c *systemd1.Conn) error) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	ctx, cancel := context.WithTimeout(context.Background(), systemdTimeout)
+	defer cancel()
+	for {
+		err := b.connect(ctx)
+		if err == nil {
+			err = f(ctx, b.conn)
+		}
+		if err == nil || !b.away(err) {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("ask systemd: %w", err)
+		case <-time.After(50 * time.Millisecond):
+		}
+	}
+}
+
+// away reports whether systemd has gone for a moment, and drops the connection then.
+func (b *systemd) away(err error) bool {
+	cut := errors.Is(err, dbus.ErrClosed) || errors.Is(err, io.EOF)
+	for _, e := range []error{unix.ECONNREFUSED, unix.ECONNRESET, unix.EPIPE} {
+		cut = cut || errors.Is(err, e)
+	}
+	if b.conn != nil && (cut || !b.conn.Connected()) {
+		b.conn.Close()
+		b.conn, cut = nil, true
+	}
+	return cut
+}
+
+func (b *systemd) connect(ctx context.Context) (err error) {
+	if b.conn == nil {
+		// Its lifetime is not that of the one request.
+		b.conn, err = systemd1.NewSystemdConnectionContext(context.WithoutCancel(ctx))
+	}
+	return err
+}
+
+// job makes a request that systemd answers with a job, and waits for its end.
+func (b *systemd) job(name string, f func(ctx context.Context, c *systemd1.Conn, done chan<- string) error) error {
+	return b.call(func(ctx context.Context, c *systemd1.Conn) error {
+		done := make(chan string, 1)
+		if err := f(ctx, c, done); err != nil {
+			return err
+		}
+		// The end is not told to who has lost the connection.
+		look := time.NewTicker(100 * time.Millisecond)
+		defer look.Stop()
+		for {
+			select {
+			case result := <-done:
+				if result != "done" {
+					return fmt.Errorf("%s: the job ended with %q", name, result)
+				}
+				return nil
+			case <-look.C:
+				if !c.Connected() {
+					return fmt.Errorf("%s: %w", name, dbus.ErrClosed)
+				}
+			case <-ctx.Done():
+				return fmt.Errorf("%s: the job has not ended: %w", name, ctx.Err())
+			}
+		}
+	})
+}
+
+// unitOf is the unit of a slice of ours.
+func unitOf(p string) string { return path.Base(p) }
+
+func (b *systemd) Ensure(p string, controllers []string) ([]Condition, error) {
+	var conds []Condition
+	parent := "/"
+	for _, name := range strings.Split(strings.TrimPrefix(path.Clean("/"+p), "/"), "/") {
+		parent = path.Join(parent, name)
+		if err := b.start(parent); err != nil {
+			return conds, err
+		}
+		for _, c := range controllers {
+			cond, ok := b.account(parent, c)
+			if !ok {
+				conds = append(conds, cond)
+			}
+		}
+	}
+	return conds, nil
+}
+
+// start sees to it that systemd has the slice as its own, also one whose directory is
+// there already.
+func (b *systemd) start(p string) error {
+	unit := unitOf(p)
+	active := false
+	err := b.call(func(ctx context.Context, c *systemd1.Conn) error {
+		state, err := c.GetUnitPropertyContext(ctx, unit, "ActiveState")
+		active = err == nil && state.Value.Value() == "active"
+		return err
+	})
+	if err == nil && active && b.t().has(p, "cgroup.procs") {
+		return nil
+	}
+	err = b.job("start "+unit, func(ctx context.Context, c *systemd1.Conn, done chan<- string) error {
+		_, err := c.StartUnitContext(ctx, unit, "fail", done)
+		return err
+	})
+	if err == nil {
+		err = b.await(p, func() bool { return b.t().has(p, "cgroup.procs") })
+	}
+	if err != nil {
+		return fmt.Errorf("start %s: %w", unit, err)
+	}
+	return nil
+}
+
+// account has systemd turn a controller on for a slice: it does as soon as the slice has a
+// property that needs it.
+func (b *systemd) account(p, controller string) (Condition, bool) {
+	file, property := "", systemd1.Property{}
+	switch controller {
+	case "cpu": // CPUAccounting does not need it
+		file, property = "cpu.weight", set("CPUWeight", uint64(parentWeight))
+	case "memory":
+		file, property = "memory.max", set("MemoryAccounting", true)
+	case "pids":
+		file, property = "pids.max", set("TasksAccounting", true)
+	}
+	if file == "" || b.t().has(p, file) {
+		return Condition{}, true
+	}
+	if _, missing := b.t().Shortfall(controller); missing {
+		return Condition{}, true // told for the whole tree
+	}
+	err := b.property(p, property)
+	if err == nil {
+		err = b.await(p, func() bool { return b.t().has(p, file) })
+	}
+	if err != nil {
+		return shortfall(typeOf(controller), ReasonControllerNotEnabled, "%s is not available in %s: systemd does not turn it on: %v", controller, unitOf(p), err), false
+	}
+	return Condition{}, true
+}
+
+func set(name string, value any) systemd1.Property {
+	return systemd1.Property{Name: name, Value: dbus.MakeVariant(value)}
+}
+
+// property sets properties of a slice of ours, for good.
+func (b *systemd) property(p string, properties ...systemd1.Property) error {
+	return b.call(func(ctx context.Context, c *systemd1.Conn) error {
+		return c.SetUnitPropertiesContext(ctx, unitOf(p), false, properties...)
+	})
+}
+
+// await waits for an effect: systemd answers before it writes.
+func (b *systemd) await(p string, there func() bool) error {
+	for deadline := time.Now().Add(systemdTimeout); !there(); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			return fmt.Errorf("cgroup %s does not show it after %v", p, systemdTimeout)
+		}
+	}
+	return nil
+}
+
+// properties are what systemd calls a value; none if it has no name for it.
+func properties(v Value) ([]systemd1.Property, error) {
+	number := func(s string) (uint64, error) {
+		if s == "max" {
+			return unset, nil
+		}
+		return strconv.ParseUint(s, 10, 64)
+	}
+	one := func(name string) ([]systemd1.Property, error) {
+		n, err := number(v.Value)
+		return []systemd1.Property{set(name, n)}, err
+	}
+	switch v.File {
+	case "cpu.weight":
+		return one("CPUWeight")
+	case "cpu.idle":
+		if v.Value == "1" {
+			return []systemd1.Property{set("CPUWeight", uint64(0))}, nil // CGROUP_WEIGHT_IDLE, since 252
+		}
+		return []systemd1.Property{set("CPUWeight", uint64(parentWeight))}, nil
+	case "memory.high":
+		return one("MemoryHigh")
+	case "memory.max":
+		return one("MemoryMax")
+	case "cpu.max":
+		quota, period, _ := strings.Cut(v.Value, " ")
+		q, err := number(quota)
+		if err != nil {
+			return nil, err
+		}
+		n, err := number(period)
+		if err != nil || q == unset {
+			return []systemd1.Property{set("CPUQuotaPerSecUSec", unset), set("CPUQuotaPeriodUSec", unset)}, err
+		}
+		// The policy knows whole percents only, and so does systemd where it keeps it (252).
+		return []systemd1.Property{set("CPUQuotaPerSecUSec", q*1_000_000/n), set("CPUQuotaPeriodUSec", n)}, nil
+	}
+	return nil, nil
+}
+
+func (b *systemd) Set(p string, values []Value) error {
+	if !isSlice(p) {
+		return b.files.Set(p, values)
+	}
+	for _, v := range values {
+		holds := func() bool {
+			now, err := b.t().read(p, v.File)
+			return err == nil && same(v.Value, now)
+		}
+		if holds() {
+			continue
+		}
+		named, err := properties(v)
+		if err == nil && len(named) == 0 {
+			err = b.files.Set(p, []Value{v})
+		} else if err == nil {
+			if err = b.property(p, named...); err == nil {
+				err = b.await(p, holds)
+			}
+		}
+		if err != nil {
+			return fmt.Errorf("set %s of %s to %q: %w", v.File, unitOf(p), v.Value, err)
+		}
+	}
+	return nil
+}
+
+// ours are the properties that a slice of ours may have, and their values without us.
+func ours() []systemd1.Property {
+	return []systemd1.Property{
+		set("CPUWeight", unset), set("CPUQuotaPerSecUSec", unset), set("CPUQuotaPeriodUSec", unset),
+		set("MemoryHigh", unset), set("MemoryMax", unset),
+	}
+}
+
+func (b *systemd) Release(all []Cgroup) {
+	for _, c := range slices.Backward(all) {
+		if isSlice(c.Path) && b.controlled(c.Path) {
+			_ = b.property(c.Path, ours()...)
+			b.forget(c.Path)
+		}
+	}
+}
+
+func (b *systemd) dropIns(p string) string { return filepath.Join(controlDir, unitOf(p)+".d") }
+
+// controlled reports whether properties of a slice have been set for good.
+func (b *systemd) controlled(p string) bool { return isDir(b.dropIns(p)) }
+
+// forget removes what is left of properties that were set for good: as they are given back
+// one by one, a file that says "nothing" for each. Those of others stay.
+func (b *systemd) forget(p string) {
+	for _, name := range []string{"CPUWeight", "CPUQuota", "CPUQuotaPeriodSec", "MemoryHigh", "MemoryMax", "MemoryAccounting", "TasksAccounting"} {
+		_ = os.Remove(filepath.Join(b.dropIns(p), "50-"+name+".conf"))
+	}
+	_ = os.Remove(b.dropIns(p)) // if that was all
+}
+
+func (b *systemd) Remove(p string) error {
+	if !isSlice(p) {
+		// A scope: systemd removes it with its last process.
+		if pids, err := b.t().pids(p); err == nil && len(pids) > 0 {
+			return fmt.Errorf("remove cgroup %s: %w", p, ErrBusy)
+		}
+		return nil
+	}
+	// To stop a slice is to stop all that is in it, so it must be empty. What starts in
+	// that moment has a job of its own, and with "fail" ours is refused.
+	events, err := b.t().read(p, "cgroup.events")
+	if err == nil && !strings.Contains(events, "populated 0") {
+		return fmt.Errorf("remove %s: %w", unitOf(p), ErrBusy)
+	}
+	err = b.job("stop "+unitOf(p), func(ctx context.Context, c *systemd1.Conn, done chan<- string) error {
+		_, err := c.StopUnitContext(ctx, unitOf(p), "fail", done)
+		return err
+	})
+	if err == nil {
+		b.forget(p)
+		err = b.await(p, func() bool { return !b.t().has(p, "cgroup.procs") })
+	}
+	if err != nil {
+		if b.t().has(p, "cgroup.procs") {
+			err = fmt.Errorf("%w: %v", ErrBusy, err)
+		}
+		return fmt.Errorf("remove %s: %w", unitOf(p), err)
+	}
+	return nil
+}
+
+// Enter makes a scope: systemd moves the process.
+func (b *systemd) Enter(slice string) (string, error) {
+	if slice == policy.ParentSlice {
+		return "", fmt.Errorf("enter cgroup %s: not the slice of a compartment", slice)
+	}
+	var err error
+	for try := range enterTries {
+		name := leafNameOf(try)
+		err = b.job("start "+name, func(ctx context.Context, c *systemd1.Conn, done chan<- string) error {
+			_, err := c.StartTransientUnitContext(ctx, name, "fail", []systemd1.Property{
+				systemd1.PropDescription("command of bulkhead exec"), systemd1.PropSlice(unitOf(slice)),
+				set("PIDs", []uint32{0}), // the asker, in whatever pid namespace
+				set("CollectMode", "inactive-or-failed"),
+			}, done)
+			return err
+		})
+		var answer dbus.Error
+		if errors.As(err, &answer) && answer.Name == "org.freedesktop.systemd1.UnitExists" {
+			continue // of another pid namespace, or still being removed
+		}
+		if err != nil {
+			break
+		}
+		leaf := path.Join(slice, name)
+		now, err := procCgroup("self")
+		if err == nil && now != leaf {
+			err = fmt.Errorf("the process is in %s: another program moves processes too", now)
+		}
+		if err != nil {
+			return "", fmt.Errorf("enter cgroup %s: %w", leaf, err)
+		}
+		return leaf, nil
+	}
+	if errors.Is(err, unix.EACCES) {
+		err = fmt.Errorf("%w (needs root)", err)
+	}
+	return "", fmt.Errorf("enter %s: %w", unitOf(slice), err)
+}
