@@ -73,6 +73,9 @@ const (
 	// ReasonOriginalUnsafe: a value was left alone because its original cannot
 	// be kept where nobody else may forge it.
 	ReasonOriginalUnsafe = "OriginalUnsafe"
+	// ReasonSystemdUnreachable: a systemd runs the tree and cannot be asked, so what
+	// is written to its files is lost with its next daemon-reload.
+	ReasonSystemdUnreachable = "SystemdUnreachable"
 	// ReasonWriteFailed: the kernel or another writer refused a value.
 	ReasonWriteFailed = "WriteFailed"
 )

@@ -48,10 +48,11 @@
 //
 // # Back ends
 //
-// What is made, written and removed goes through [Backend], which this package
-// implements by plain files. On a host that systemd runs, systemd has to be
-// told instead; that back end goes behind the same interface. Reading is by
-// plain files for both.
+// What is made, written and removed goes through [Backend]. Where systemd runs
+// the tree, it is systemd that is asked (docs/decisions/systemd-slices.md);
+// everywhere else, in containers and below a --cgroup-root of one's own, it is
+// plain files. [Tree.Manager] says which and why. Reading is by plain files for
+// both, and so are the values of cgroups of others, still.
 //
 // # Where things are
 //
@@ -60,6 +61,7 @@
 //	values.go     plan -> values -> files
 //	originals.go  what we replaced in cgroups of others
 //	backend.go    the interface, and cgroupfs behind it
+//	systemd.go    systemd behind it
 //	adopt.go      match by cgroup, the protect list
 //	inherit.go    the nearest placed cgroup decides
 //	usage.go      CPU time that counts once

@@ -50,6 +50,12 @@ func (t *Tree) EnsureSlices(plan *policy.Plan) ([]Condition, error) {
 			conds = append(conds, c)
 		}
 	}
+	if m := t.Manager(); m.Unreachable && want != nil {
+		for _, typ := range []string{TypeCPU, TypeMemory} {
+			conds = append(conds, shortfall(typ, ReasonSystemdUnreachable,
+				"values in slices are lost with the next systemctl daemon-reload: %s; let the agent see the host's /run/systemd", m.Why))
+		}
+	}
 	for _, c := range plan.Compartments {
 		if c.Slice == "" {
 			continue

@@ -338,6 +338,26 @@ func (b *systemd) Release(all []Cgroup) {
 			b.forget(c.Path)
 		}
 	}
+	// Slices that nothing has started since the machine did.
+	dirs, _ := filepath.Glob(filepath.Join(controlDir, "bulkhead*.slice.d"))
+	for _, dir := range dirs {
+		p := slicePathOf(strings.TrimSuffix(filepath.Base(dir), ".d"))
+		if isSlice(p) && !b.t().has(p, "cgroup.procs") {
+			b.forget(p)
+		}
+	}
+}
+
+// slicePathOf is where systemd has the slice of a name: a-b.slice is in a.slice
+// (systemd.slice(5)).
+func slicePathOf(unit string) string {
+	name, p := strings.TrimSuffix(unit, ".slice"), "/"
+	for i, c := range name + "-" {
+		if c == '-' {
+			p = path.Join(p, name[:i]+".slice")
+		}
+	}
+	return p
 }
 
 func (b *systemd) dropIns(p string) string { return filepath.Join(controlDir, unitOf(p)+".d") }
