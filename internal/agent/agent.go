@@ -86,6 +86,8 @@ type agent struct {
 	// full is how many connections without a slot were told, fullTold when.
 	full     uint64
 	fullTold time.Time
+	// expireAt is when UDP slots are looked at again.
+	expireAt time.Time
 	// detached: bulkhead detach has asked it to stop.
 	detached atomic.Bool
 }

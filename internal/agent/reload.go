@@ -185,6 +185,7 @@ func (a *agent) commit(plan *policy.Plan) (err error) {
 		conds = append(conds, condition("Kernel", "CleanUpFailed", err))
 	}
 	a.plan, a.generation = plan, generation
+	a.expireAt = time.Time{}
 	a.setup = conds
 	a.settle(p)
 	a.prune()
@@ -324,9 +325,7 @@ func (a *agent) tick() {
 	totals, err := a.reader.Totals()
 	a.complain("read totals", err)
 	a.tellFull(totals, time.Now())
-	expired, err := a.kernel.Expire()
-	a.complain("give back the slots of idle UDP sockets", err)
-	a.reclaimed += uint64(expired)
+	a.expire(time.Now())
 
 	all, err := a.tree.Walk()
 	a.complain("look for new cgroups", err)
@@ -366,6 +365,20 @@ func (a *agent) tick() {
 			a.publish()
 		}
 	}
+}
+
+// expire gives back the slots of idle UDP sockets, at the moment when there can be one.
+func (a *agent) expire(now time.Time) {
+	if now.Before(a.expireAt) {
+		return
+	}
+	n, next, err := a.kernel.Expire()
+	a.complain("give back the slots of idle UDP sockets", err)
+	a.reclaimed += uint64(n)
+	// With very many sockets there can be one at any time: then to look takes a hundredth
+	// of a processor, and the slots are held that much longer.
+	took := time.Since(now)
+	a.expireAt = now.Add(max(next, 100*took))
 }
 
 // unused reports whether a cgroup of ours is none of the plan's slices, so that

@@ -73,7 +73,7 @@ func (k *Kernel) Reconcile(ctx context.Context) (Reconciled, error) {
 			// By where it is: a connect elsewhere that failed behind our hook leaves the
 			// association as it was.
 			connected := so.State == sockets.Established && k.partOf(so.Remote) == s.Part
-			if s.Part == 0 || connected || !idle.over(&s, now) {
+			if s.Part == 0 || connected || s.released() || idle.left(&s, now) >= 0 {
 				continue
 			}
 		} else if k.missing[s.key()] != s.Word {
@@ -107,35 +107,48 @@ const goneRounds = 20
 func (k *Kernel) gone(d sockets.Dump) bool { return k.nowhere[d.Cookie] >= goneRounds }
 
 // Expire gives back the slots of UDP sockets that have sent their provider nothing, and
-// received nothing from it, for the time that the policy calls idle, and returns how many.
-// A socket that is connected to the provider keeps its slot.
-func (k *Kernel) Expire() (int, error) {
+// received nothing from it, for the time that the policy calls idle, and returns how many,
+// and how long it is until there can be another under the plan in force. A socket that is
+// connected to the provider keeps its slot. It reads all slots of UDP.
+func (k *Kernel) Expire() (n int, next time.Duration, err error) {
 	if k.tables == nil || k.tables.gen.Udp == 0 {
-		return 0, nil // Reconcile does it for what an earlier plan has left
+		return 0, policy.DefaultIdle, nil // Reconcile does it for what an earlier plan has left
 	}
 	udp, err := k.udpSockets()
-	if err != nil || len(udp) == 0 {
-		return 0, err
-	}
-	slots, err := readGuests(k.coll.Maps)
 	if err != nil {
-		return 0, err
+		return 0, 0, err
 	}
-	n := 0
+	var slots []slot
+	if len(udp) > 0 {
+		if slots, err = readGuests(k.coll.Maps); err != nil {
+			return 0, 0, err
+		}
+	}
 	now, idle := monotonic(), k.idleTimes()
+	// What comes after this look has at least that long.
+	next = policy.DefaultIdle
+	for _, t := range idle {
+		if t > 0 {
+			next = min(next, t)
+		}
+	}
 	for _, s := range slots {
-		if s.Part == 0 || s.Part == udp[s.Cookie].Connected || !idle.over(&s, now) {
+		if s.Part == 0 || s.Part == udp[s.Cookie].Connected || s.released() {
+			continue
+		}
+		if left := idle.left(&s, now); left >= 0 {
+			next = min(next, left)
 			continue
 		}
 		done, err := k.retire(&s)
 		if err != nil {
-			return n, err
+			return n, 0, err
 		}
 		if done {
 			n++
 		}
 	}
-	return n, nil
+	return n, next, nil
 }
 
 // partOf is the number in slots of the provider of a UDP address.
@@ -161,14 +174,14 @@ func (k *Kernel) idleTimes() idleTimes {
 	return all
 }
 
-// over says whether a UDP slot has been idle for too long. What has left the policy
-// keeps the default.
-func (t idleTimes) over(s *slot, now int64) bool {
+// left is how long a UDP slot may still be idle; below 0 it has been for too long. What
+// has left the policy keeps the default.
+func (t idleTimes) left(s *slot, now int64) time.Duration {
 	idle := t[s.Traffic]
 	if idle == 0 {
 		idle = policy.DefaultIdle
 	}
-	return !s.released() && now-int64(s.Tally) > int64(idle)
+	return idle - time.Duration(now-int64(s.Tally))
 }
 
 // udpSockets reads what is noted of UDP sockets.

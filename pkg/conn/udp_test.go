@@ -266,8 +266,13 @@ func testUDPIdle(in *instance) {
 	wantErrno(in, client.SendTo(bound, "127.1.0.1:80", 1), 0, "sendto p")
 	wantErrno(in, client.SendTo(bound, "127.2.0.1:80", 1), 0, "sendto q")
 	in.want(2, 1, "after two datagrams of one socket")
+	last := time.Second + 1
 	kerneltest.Poll(in, "the idle slot is given back", func() error {
-		n, err := in.k.Expire()
+		n, next, err := in.k.Expire()
+		if n == 0 && (next < 0 || next >= last) {
+			in.Fatalf("the next in %v, after it was %v", next, last)
+		}
+		last = next
 		if err != nil || n > 1 {
 			in.Fatalf("%d expired (%v), want one", n, err)
 		}
@@ -415,7 +420,7 @@ func testUDPFailsElsewhere(in *instance) {
 	in.want(0, 0, "after a connect without a route")
 	in.adopt(1, "the socket that is still connected to p")
 	in.want(1, 0, "after it")
-	if _, err := in.k.Expire(); err != nil {
+	if _, _, err := in.k.Expire(); err != nil {
 		in.Fatal(err)
 	}
 	wantErrno(in, client.SendTo(fd, "127.2.0.1:80", 1), 0, "sendto q")
@@ -498,7 +503,7 @@ func testUDPAdopted(in *instance) {
 	in.apply(plan, member(in, plan, cg, "f", ""))
 	in.adopt(1, "after the reload")
 	in.want(1, 0, "after it")
-	if n, err := in.k.Expire(); n != 0 || err != nil {
+	if n, _, err := in.k.Expire(); n != 0 || err != nil {
 		in.Errorf("%d expired (%v)", n, err)
 	}
 	wantErrno(in, client.SendTo(fd, "", 100), 0, "send")
