@@ -384,7 +384,7 @@ func readCPU(tree *cgroup.Tree, g *groups) ([]metrics.Cgroup, error) {
 			return nil, err
 		}
 		k := g.plan.Compartments[c.Compartment]
-		out = append(out, metrics.Cgroup{Feature: k.Feature, Tenant: k.Tenant, ID: c.ID, Path: c.Path, CPU: stat.CPU})
+		out = append(out, metrics.Cgroup{Feature: k.Feature, Tenant: k.Tenant, ID: c.ID, Path: c.Path, Stat: stat})
 	}
 	return out, nil
 }

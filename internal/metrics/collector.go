@@ -74,6 +74,7 @@ type descs struct {
 	bytes, connections, open, idle                *prometheus.Desc
 	cpuUsage, cpuPeriods                          *prometheus.Desc
 	cpuThrottledPeriods, cpuThrottled             *prometheus.Desc
+	waiting, stalled, oomKills, memory            *prometheus.Desc
 	generation, reloadOK, reloadTime, reloadFails *prometheus.Desc
 	reclaimed, reconcileErrors                    *prometheus.Desc
 	slots, slotsMax, slotsFull                    *prometheus.Desc
@@ -105,6 +106,11 @@ func newDescs() descs {
 		cpuThrottledPeriods: desc("cpu_throttled_periods_total", "Periods in which a quota of the compartment's cgroups ran out.", group...),
 		cpuThrottled:        desc("cpu_throttled_seconds_total", "Time for which a quota held back the compartment's cgroups.", group...),
 
+		waiting:  desc("pressure_waiting_seconds_total", "Time for which some of the processes of the compartment's cgroups, nested ones among them, waited for the resource (pressure stall information, some). Two cgroups that wait at the same time count twice.", append(slices.Clone(group), "resource")...),
+		stalled:  desc("pressure_stalled_seconds_total", "Time for which all of the processes that had work waited for the resource (pressure stall information, full).", append(slices.Clone(group), "resource")...),
+		oomKills: desc("memory_oom_kills_total", "Processes that the kernel killed for want of memory, in the compartment's own cgroups; those of a nested compartment count there only.", group...),
+		memory:   desc("memory_current_bytes", "Memory of the compartment's own cgroups; that of a nested compartment counts there only.", group...),
+
 		generation:  desc("policy_generation", "Generation of the policy in force; each time a policy is applied adds one."),
 		reloadOK:    desc("policy_last_reload_successful", "Whether the policy that was tried last came into force. If not, the one before it is in force."),
 		reloadTime:  desc("policy_last_reload_timestamp_seconds", "When a policy was last tried, successfully or not."),
@@ -130,7 +136,7 @@ func (c *Collector) Describe(ch chan<- *prometheus.Desc) {
 	d := c.d
 	for _, desc := range []*prometheus.Desc{
 		d.current, d.max, d.accepted, d.rejected, d.wouldReject, d.bytes, d.connections, d.open, d.idle,
-		d.cpuUsage, d.cpuPeriods, d.cpuThrottledPeriods, d.cpuThrottled,
+		d.cpuUsage, d.cpuPeriods, d.cpuThrottledPeriods, d.cpuThrottled, d.waiting, d.stalled, d.oomKills, d.memory,
 		d.generation, d.reloadOK, d.reloadTime, d.reloadFails, d.reclaimed, d.reconcileErrors,
 		d.slots, d.slotsMax, d.slotsFull, d.underflow, d.refusedEarlier, d.uncounted, d.scrapeOK, d.buildInfo,
 	} {
@@ -257,6 +263,18 @@ func (c *Collector) collectCPU(put emit, cgroups []Cgroup) {
 		put(c.d.cpuPeriods, prometheus.CounterValue, float64(t.periods), g.feature, g.tenant)
 		put(c.d.cpuThrottledPeriods, prometheus.CounterValue, float64(t.throttledPeriods), g.feature, g.tenant)
 		put(c.d.cpuThrottled, prometheus.CounterValue, float64(t.throttled)/usec, g.feature, g.tenant)
+		for resource, n := range t.waiting {
+			put(c.d.waiting, prometheus.CounterValue, float64(n)/usec, g.feature, g.tenant, resource)
+		}
+		for resource, n := range t.stalled {
+			put(c.d.stalled, prometheus.CounterValue, float64(n)/usec, g.feature, g.tenant, resource)
+		}
+		if t.oomKills != nil {
+			put(c.d.oomKills, prometheus.CounterValue, float64(*t.oomKills), g.feature, g.tenant)
+		}
+	}
+	for g, n := range memoryNow(cgroups) {
+		put(c.d.memory, prometheus.GaugeValue, float64(n), g.feature, g.tenant)
 	}
 }
 

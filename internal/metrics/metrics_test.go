@@ -49,11 +49,13 @@ func aSnapshot() *conn.Snapshot {
 	}
 }
 
+func ptr(n uint64) *uint64 { return &n }
+
 func someCgroups() []Cgroup {
 	return []Cgroup{
-		{Feature: "chat", ID: 1, Path: "/bulkhead.slice/bulkhead-chat.slice", CPU: cgroup.CPUStat{UsageUsec: 5_000_000, NrPeriods: 10, NrThrottled: 2, ThrottledUsec: 500_000}},
-		{Feature: "chat", Tenant: "free", ID: 2, Path: "/bulkhead.slice/bulkhead-chat.slice/bulkhead-chat-free.slice", CPU: cgroup.CPUStat{UsageUsec: 1_500_000}},
-		{Feature: "chat", ID: 3, Path: "/system.slice/chat.service", CPU: cgroup.CPUStat{UsageUsec: 250_000, NrPeriods: 1}},
+		{Feature: "chat", ID: 1, Path: "/bulkhead.slice/bulkhead-chat.slice", Stat: cgroup.Stat{CPU: cgroup.CPUStat{UsageUsec: 5_000_000, NrPeriods: 10, NrThrottled: 2, ThrottledUsec: 500_000}, Memory: cgroup.MemoryStat{Current: ptr(5000), OOMKills: ptr(3)}, Pressure: cgroup.Pressure{CPU: cgroup.Stalls{SomeUsec: ptr(2_000_000), FullUsec: ptr(1_000_000)}, IO: cgroup.Stalls{SomeUsec: ptr(250_000)}}}},
+		{Feature: "chat", Tenant: "free", ID: 2, Path: "/bulkhead.slice/bulkhead-chat.slice/bulkhead-chat-free.slice", Stat: cgroup.Stat{CPU: cgroup.CPUStat{UsageUsec: 1_500_000}, Memory: cgroup.MemoryStat{Current: ptr(2000), OOMKills: ptr(2)}}},
+		{Feature: "chat", ID: 3, Path: "/system.slice/chat.service", Stat: cgroup.Stat{CPU: cgroup.CPUStat{UsageUsec: 250_000, NrPeriods: 1}, Pressure: cgroup.Pressure{CPU: cgroup.Stalls{SomeUsec: ptr(500_000)}}}},
 	}
 }
 
@@ -133,6 +135,14 @@ bulkhead_cpu_usage_seconds_total{feature_group="chat",tenant="free"} 1.5
 # TYPE bulkhead_max_concurrent gauge
 bulkhead_max_concurrent{feature_group="",provider="other",scope="provider",tenant=""} 0
 bulkhead_max_concurrent{feature_group="chat",provider="deepseek",scope="feature_provider",tenant=""} 15
+# HELP bulkhead_memory_current_bytes Memory of the compartment's own cgroups; that of a nested compartment counts there only.
+# TYPE bulkhead_memory_current_bytes gauge
+bulkhead_memory_current_bytes{feature_group="chat",tenant=""} 3000
+bulkhead_memory_current_bytes{feature_group="chat",tenant="free"} 2000
+# HELP bulkhead_memory_oom_kills_total Processes that the kernel killed for want of memory, in the compartment's own cgroups; those of a nested compartment count there only.
+# TYPE bulkhead_memory_oom_kills_total counter
+bulkhead_memory_oom_kills_total{feature_group="chat",tenant=""} 1
+bulkhead_memory_oom_kills_total{feature_group="chat",tenant="free"} 2
 # HELP bulkhead_policy_generation Generation of the policy in force; each time a policy is applied adds one.
 # TYPE bulkhead_policy_generation gauge
 bulkhead_policy_generation 3
@@ -145,6 +155,13 @@ bulkhead_policy_last_reload_timestamp_seconds 1.70000000025e+09
 # HELP bulkhead_policy_reload_failures_total Policies that were tried and refused.
 # TYPE bulkhead_policy_reload_failures_total counter
 bulkhead_policy_reload_failures_total 2
+# HELP bulkhead_pressure_stalled_seconds_total Time for which all of the processes that had work waited for the resource (pressure stall information, full).
+# TYPE bulkhead_pressure_stalled_seconds_total counter
+bulkhead_pressure_stalled_seconds_total{feature_group="chat",resource="cpu",tenant=""} 1
+# HELP bulkhead_pressure_waiting_seconds_total Time for which some of the processes of the compartment's cgroups, nested ones among them, waited for the resource (pressure stall information, some). Two cgroups that wait at the same time count twice.
+# TYPE bulkhead_pressure_waiting_seconds_total counter
+bulkhead_pressure_waiting_seconds_total{feature_group="chat",resource="cpu",tenant=""} 2.5
+bulkhead_pressure_waiting_seconds_total{feature_group="chat",resource="io",tenant=""} 0.25
 # HELP bulkhead_reconcile_errors_total Network namespaces or tables that reconciling could not read; nothing is freed there.
 # TYPE bulkhead_reconcile_errors_total counter
 bulkhead_reconcile_errors_total 6
@@ -247,7 +264,7 @@ func TestCgroupsComeAndGo(t *testing.T) {
 	l := newLedger()
 	chat := compartment{"chat", ""}
 	pod := func(id, usage uint64) Cgroup {
-		return Cgroup{Feature: "chat", ID: id, Path: "/pod" + string(rune('0'+id)), CPU: cgroup.CPUStat{UsageUsec: usage, NrPeriods: usage / 10}}
+		return Cgroup{Feature: "chat", ID: id, Path: "/pod" + string(rune('0'+id)), Stat: cgroup.Stat{CPU: cgroup.CPUStat{UsageUsec: usage, NrPeriods: usage / 10}, Memory: cgroup.MemoryStat{OOMKills: ptr(usage / 100)}, Pressure: cgroup.Pressure{Memory: cgroup.Stalls{SomeUsec: &usage, FullUsec: ptr(usage / 2)}}}}
 	}
 	for i, step := range []struct {
 		cgroups []Cgroup
@@ -263,12 +280,15 @@ func TestCgroupsComeAndGo(t *testing.T) {
 		if got.usage != step.usage {
 			t.Errorf("step %d: usage %d, want %d", i, got.usage, step.usage)
 		}
+		if got.waiting["memory"] != step.usage || got.stalled["memory"] != step.usage/2 || *got.oomKills != 1 {
+			t.Errorf("step %d: waited %v, stalled %v, %d killed, want %d, half of it, and 1", i, got.waiting, got.stalled, *got.oomKills, step.usage)
+		}
 	}
 	// The controller was turned off and on: periods start again at 0.
 	l = newLedger()
 	l.add([]Cgroup{pod(1, 100)})
 	again := pod(1, 110)
-	again.CPU.NrPeriods = 3
+	again.Stat.CPU.NrPeriods = 3
 	if got := l.add([]Cgroup{again})[chat].periods; got != 13 {
 		t.Errorf("periods %d, want 10 and then 3 more", got)
 	}

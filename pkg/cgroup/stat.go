@@ -15,6 +15,8 @@ import (
 type Stat struct {
 	CPU    CPUStat    `json:"cpu"`
 	Memory MemoryStat `json:"memory"`
+	// Pressure is for how long work has stood still for want of a resource.
+	Pressure Pressure `json:"pressure"`
 	// Processes counts those in the cgroup and in all cgroups below it.
 	Processes int `json:"processes"`
 }
@@ -42,6 +44,24 @@ type MemoryStat struct {
 	Current *uint64 `json:"current"` // nil without the controller
 	High    *uint64 `json:"high"`    // nil: no limit
 	Max     *uint64 `json:"max"`     // nil: no limit
+	// OOMKills are processes that the kernel killed for want of memory, of the cgroup
+	// and those below it; nil without the controller.
+	OOMKills *uint64 `json:"oom_kills"`
+}
+
+// Pressure is the kernel's pressure stall information of a cgroup and all below it
+// (Documentation/accounting/psi.rst), by resource.
+type Pressure struct {
+	CPU    Stalls `json:"cpu"`
+	Memory Stalls `json:"memory"`
+	IO     Stalls `json:"io"`
+}
+
+// Stalls are microseconds since the cgroup exists; nil where the kernel does not say
+// (booted with psi=0, or cgroup.pressure is 0).
+type Stalls struct {
+	SomeUsec *uint64 `json:"some_usec"` // some of the processes waited
+	FullUsec *uint64 `json:"full_usec"` // all that had work did
 }
 
 // Stat reads a cgroup. A cgroup that does not exist, or is removed while it is
@@ -110,6 +130,14 @@ func (t *Tree) stat(p string) (Stat, error) {
 		}
 		*f.into = &n
 	}
+	if s.Memory.OOMKills, err = t.oomKills(p); err != nil {
+		return s, err
+	}
+	for file, into := range map[string]*Stalls{"cpu.pressure": &s.Pressure.CPU, "memory.pressure": &s.Pressure.Memory, "io.pressure": &s.Pressure.IO} {
+		if *into, err = t.stalls(p, file); err != nil {
+			return s, err
+		}
+	}
 	max, err := t.optional(p, "cpu.max")
 	if err != nil {
 		return s, err
@@ -124,6 +152,55 @@ func (t *Tree) stat(p string) (Stat, error) {
 	}
 	s.Processes, err = t.Processes(p)
 	return s, err
+}
+
+// oomKills reads memory.events; nil without the file.
+func (t *Tree) oomKills(p string) (*uint64, error) {
+	text, err := t.optional(p, "memory.events")
+	if err != nil {
+		return nil, err
+	}
+	for _, line := range strings.Split(text, "\n") {
+		if count, ok := strings.CutPrefix(line, "oom_kill "); ok {
+			n, err := strconv.ParseUint(count, 10, 64)
+			if err != nil {
+				return nil, fmt.Errorf("memory.events: %w", err)
+			}
+			return &n, nil
+		}
+	}
+	return nil, nil
+}
+
+// stalls reads a file of pressure: "some avg10=0.00 avg60=0.00 avg300=0.00 total=123" and
+// the same for full.
+func (t *Tree) stalls(p, file string) (Stalls, error) {
+	var s Stalls
+	text, err := t.optional(p, file)
+	if errors.Is(err, unix.EOPNOTSUPP) {
+		return s, nil // the file is there and PSI is turned off
+	}
+	if err != nil {
+		return s, err
+	}
+	for _, line := range strings.Split(text, "\n") {
+		kind, _, _ := strings.Cut(line, " ")
+		_, total, ok := strings.Cut(line, " total=")
+		if !ok {
+			continue
+		}
+		n, err := strconv.ParseUint(total, 10, 64)
+		if err != nil {
+			return s, fmt.Errorf("%s: %w", file, err)
+		}
+		switch kind {
+		case "some":
+			s.SomeUsec = &n
+		case "full":
+			s.FullUsec = &n
+		}
+	}
+	return s, nil
 }
 
 // optional reads a control file, "" if the cgroup has none of that name.

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"runtime"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -38,6 +39,52 @@ func TestStatUsage(t *testing.T) {
 	must(t, err)
 	if s, err := host.Stat("/"); err != nil || s.Processes < 1 {
 		t.Errorf("true root: %+v, %v", s, err)
+	}
+}
+
+// Processes that want the processor and do not get it are seen as pressure, where the
+// kernel tells.
+func TestStatPressure(t *testing.T) {
+	tree := testTree(t)
+	mkdir(t, tree, "/x/a")
+	if !tree.has("/x/a", "cpu.pressure") {
+		s, err := tree.Stat("/x/a")
+		if err != nil || s.Pressure != (Pressure{}) {
+			t.Errorf("%+v, %v: this kernel tells of no pressure", s, err)
+		}
+		return
+	}
+	for range runtime.NumCPU() + 1 {
+		start(t, tree, "/x/a", "spin")
+	}
+	kerneltest.Poll(t, "pressure", func() error {
+		s, err := tree.Stat("/x")
+		if err != nil || s.Pressure.CPU.SomeUsec == nil || *s.Pressure.CPU.SomeUsec == 0 {
+			return fmt.Errorf("%+v, %v", s, err)
+		}
+		for name, n := range map[string]*uint64{"memory, some": s.Pressure.Memory.SomeUsec, "memory, full": s.Pressure.Memory.FullUsec, "io, some": s.Pressure.IO.SomeUsec, "io, full": s.Pressure.IO.FullUsec} {
+			if n == nil {
+				t.Errorf("pressure on %s is not known", name)
+			}
+		}
+		return nil
+	})
+}
+
+// What the kernel kills for want of memory is counted, in the cgroups above too.
+func TestStatOOM(t *testing.T) {
+	tree := cpuTree(t)
+	noConditions(t, apply(t, tree, plan(policy.Enforce, nil, feature("chat", nil, &policy.Memory{Max: 16 << 20}))), nil)
+	mkdir(t, tree, chat+"/exec-1.scope")
+	if s, err := tree.Stat(chat); err != nil || s.Memory.OOMKills == nil || *s.Memory.OOMKills != 0 {
+		t.Fatalf("before: %+v, %v", s.Memory, err)
+	}
+	if c, err := startHelper(tree, chat+"/exec-1.scope", "alloc", fmt.Sprint(64<<20)); err == nil {
+		c.end()
+		t.Fatal("64 MiB were given in a cgroup of 16")
+	}
+	if s, err := tree.Stat(chat); err != nil || *s.Memory.OOMKills != 1 {
+		t.Errorf("after: %+v, %v, want one killed", s.Memory, err)
 	}
 }
 

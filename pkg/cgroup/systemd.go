@@ -27,9 +27,6 @@ const (
 	bootedDir = "/run/systemd/system"
 	// privateSocket is systemd's own: it is there before the message bus is, and after.
 	privateSocket = "/run/systemd/private"
-	// controlDir has the drop-ins of properties that are set for good, one of each unit
-	// (systemctl(1), set-property).
-	controlDir = "/etc/systemd/system.control"
 	// systemdTimeout bounds one request to systemd and its effect. A daemon-reexec, in
 	// which nobody answers, is over long before.
 	systemdTimeout = 20 * time.Second
@@ -37,6 +34,10 @@ const (
 	// USEC_INFINITY and CGROUP_LIMIT_MAX are all this.
 	unset = uint64(math.MaxUint64)
 )
+
+// controlDirs have the drop-ins of properties, a directory for each unit: those that are
+// set for good, and those that are set until the next boot (systemctl(1), set-property).
+var controlDirs = [...]string{"/etc/systemd/system.control", "/run/systemd/system.control"}
 
 // Manager says who makes the cgroups of a tree, as doctor tells it.
 type Manager struct {
@@ -54,7 +55,7 @@ func (t *Tree) Manager() Manager {
 	its := err == nil && t.ID == rootID // systemd is in the tree, here or outside of a container
 	booted, reachable := isDir(bootedDir), isSocket(privateSocket)
 	switch {
-	case its && booted && reachable && !t.Namespaced:
+	case its && booted && reachable:
 		return Manager{Name: "systemd", Why: "it runs this tree; asked over " + privateSocket}
 	case its:
 		return Manager{Name: "cgroupfs", Unreachable: true, Why: "a systemd runs this tree that cannot be reached from here (no " + privateSocket + ")"}
@@ -239,10 +240,16 @@ func set(name string, value any) systemd1.Property {
 	return systemd1.Property{Name: name, Value: dbus.MakeVariant(value)}
 }
 
-// property sets properties of a slice of ours, for good.
+// property sets properties of a slice of ours, for good; until the next boot where /etc
+// cannot be written.
 func (b *systemd) property(p string, properties ...systemd1.Property) error {
 	return b.call(func(ctx context.Context, c *systemd1.Conn) error {
-		return c.SetUnitPropertiesContext(ctx, unitOf(p), false, properties...)
+		err := c.SetUnitPropertiesContext(ctx, unitOf(p), false, properties...)
+		var answer dbus.Error
+		if errors.As(err, &answer) && answer.Name == "System.Error.EROFS" {
+			err = c.SetUnitPropertiesContext(ctx, unitOf(p), true, properties...)
+		}
+		return err
 	})
 }
 
@@ -339,11 +346,13 @@ func (b *systemd) Release(all []Cgroup) {
 		}
 	}
 	// Slices that nothing has started since the machine did.
-	dirs, _ := filepath.Glob(filepath.Join(controlDir, "bulkhead*.slice.d"))
-	for _, dir := range dirs {
-		p := slicePathOf(strings.TrimSuffix(filepath.Base(dir), ".d"))
-		if isSlice(p) && !b.t().has(p, "cgroup.procs") {
-			b.forget(p)
+	for _, control := range controlDirs {
+		dirs, _ := filepath.Glob(filepath.Join(control, "bulkhead*.slice.d"))
+		for _, dir := range dirs {
+			p := slicePathOf(strings.TrimSuffix(filepath.Base(dir), ".d"))
+			if isSlice(p) && !b.t().has(p, "cgroup.procs") {
+				b.forget(p)
+			}
 		}
 	}
 }
@@ -360,18 +369,27 @@ func slicePathOf(unit string) string {
 	return p
 }
 
-func (b *systemd) dropIns(p string) string { return filepath.Join(controlDir, unitOf(p)+".d") }
-
-// controlled reports whether properties of a slice have been set for good.
-func (b *systemd) controlled(p string) bool { return isDir(b.dropIns(p)) }
-
-// forget removes what is left of properties that were set for good: as they are given back
-// one by one, a file that says "nothing" for each. Those of others stay.
-func (b *systemd) forget(p string) {
-	for _, name := range []string{"CPUWeight", "CPUQuota", "CPUQuotaPeriodSec", "MemoryHigh", "MemoryMax", "MemoryAccounting", "TasksAccounting"} {
-		_ = os.Remove(filepath.Join(b.dropIns(p), "50-"+name+".conf"))
+// dropIns are the directories of a slice's properties.
+func dropIns(p string) []string {
+	var dirs []string
+	for _, control := range controlDirs {
+		dirs = append(dirs, filepath.Join(control, unitOf(p)+".d"))
 	}
-	_ = os.Remove(b.dropIns(p)) // if that was all
+	return dirs
+}
+
+// controlled reports whether properties of a slice have been set.
+func (b *systemd) controlled(p string) bool { return slices.ContainsFunc(dropIns(p), isDir) }
+
+// forget removes what is left of properties: as they are given back one by one, a file
+// that says "nothing" for each. Those of others stay.
+func (b *systemd) forget(p string) {
+	for _, dir := range dropIns(p) {
+		for _, name := range []string{"CPUWeight", "CPUQuota", "CPUQuotaPeriodSec", "MemoryHigh", "MemoryMax", "MemoryAccounting", "TasksAccounting"} {
+			_ = os.Remove(filepath.Join(dir, "50-"+name+".conf"))
+		}
+		_ = os.Remove(dir) // if that was all
+	}
 }
 
 func (b *systemd) Remove(p string) error {
@@ -430,7 +448,8 @@ func (b *systemd) Enter(slice string) (string, error) {
 		}
 		leaf := path.Join(slice, name)
 		now, err := procCgroup("self")
-		if err == nil && now != leaf {
+		// A private namespace shows another beginning of the path.
+		if err == nil && now != leaf && !(b.t().Namespaced && strings.HasSuffix(now, leaf)) {
 			err = fmt.Errorf("the process is in %s: another program moves processes too", now)
 		}
 		if err != nil {

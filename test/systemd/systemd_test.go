@@ -163,6 +163,10 @@ func TestValues(t *testing.T) {
 		if out := sh(t, "bulkhead doctor"); !regexp.MustCompile(`ok +cgroup manager +systemd`).MatchString(out) {
 			t.Errorf("doctor does not name systemd:\n%s", out)
 		}
+		// As in a container that has the host's tree, and not its /run.
+		if out := sh(t, "unshare --mount bash -c 'mount -t tmpfs none /run/systemd && bulkhead doctor'"); !regexp.MustCompile(`short +cgroup manager +cgroupfs: .* cannot be reached`).MatchString(out) {
+			t.Errorf("doctor does not say that systemd cannot be reached:\n%s", out)
+		}
 		a.signal(syscall.SIGSTOP) // from here on systemd keeps them, or nobody
 		for _, line := range []string{
 			"systemctl daemon-reload",
@@ -258,6 +262,11 @@ func TestExec(t *testing.T) {
 		}
 		return nil
 	})
+	// From a cgroup namespace of one's own: systemd moves the process, and it is not in it.
+	elsewhere := sh(t, "unshare --cgroup bulkhead exec --cgroup-root "+root+" --feature chat -- cat /proc/self/cgroup")
+	if !regexp.MustCompile(`^0::(/\.\.)+/bulkhead\.slice/bulkhead-chat\.slice/exec-\d+\.scope$`).MatchString(elsewhere) {
+		t.Errorf("from another cgroup namespace: in %s", elsewhere)
+	}
 	if out, err := exec.Command("bulkhead", "exec", "--feature", "night", "--", "sh", "-c", "exit 7").CombinedOutput(); err == nil || err.(*exec.ExitError).ExitCode() != 7 {
 		t.Errorf("exit 7: %v %s", err, out)
 	}
