@@ -63,8 +63,9 @@ type member struct {
 	CompetesIn string `json:"competes_in"`
 	// CPU has the kernel's values, but for UsageUsec, which is without the
 	// cgroups of other rows nested in this one.
-	CPU    cgroup.CPUStat    `json:"cpu"`
-	Memory cgroup.MemoryStat `json:"memory"`
+	CPU      cgroup.CPUStat    `json:"cpu"`
+	Memory   cgroup.MemoryStat `json:"memory"`
+	Pressure cgroup.Pressure   `json:"pressure"`
 }
 
 type bulkhead struct {
@@ -281,7 +282,7 @@ func compartments(tree *cgroup.Tree, snap *conn.Snapshot) ([]compartment, error)
 		out[i].Processes += stat.Processes
 		out[i].Cgroups = append(out[i].Cgroups, member{
 			Path: m.cgroup.Path, ID: m.cgroup.ID, Adopted: m.cgroup.Path != snap.Plan.Compartments[i].Slice,
-			CompetesIn: path.Dir(m.cgroup.Path), CPU: stat.CPU, Memory: stat.Memory,
+			CompetesIn: path.Dir(m.cgroup.Path), CPU: stat.CPU, Memory: stat.Memory, Pressure: stat.Pressure,
 		})
 	}
 	usage = cgroup.OwnUsage(usage)
