@@ -132,6 +132,7 @@ func controllerFindings(tree *cgroup.Tree) []finding {
 	for _, c := range []struct{ name, cost string }{
 		{"cpu", "CPU weights and quotas are not set; connection limits work"},
 		{"memory", "memory limits are not set; connection limits work"},
+		{"pids", "limits of processes are not set; connection limits work"},
 	} {
 		f := finding{Name: c.name + " controller", OK: true, Detail: "available in " + tree.Dir, Cost: c.cost,
 			Cure: "boot with systemd.unified_cgroup_hierarchy=1, so that cgroup v2 has all controllers"}

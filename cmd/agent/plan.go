@@ -131,6 +131,8 @@ func (a *app) preview(ctx context.Context, next *policy.Plan) (*preview, error) 
 			if err := c.memory(tree, next, all); err != nil {
 				return nil, err
 			}
+		case "pids":
+			c.unset(p.Conditions, cgroup.TypePids)
 		case "feature":
 			if d.Kind == policy.Removed {
 				c.feature(snap)

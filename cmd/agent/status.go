@@ -361,8 +361,9 @@ func controllers(tree *cgroup.Tree, plan *policy.Plan) []cgroup.Condition {
 	for _, f := range plan.Features {
 		asked["cpu"] = asked["cpu"] || f.CPU != nil
 		asked["memory"] = asked["memory"] || f.Memory != nil
+		asked["pids"] = asked["pids"] || f.Pids != nil
 	}
-	for _, name := range []string{"cpu", "memory"} {
+	for _, name := range []string{"cpu", "memory", "pids"} {
 		if !asked[name] || plan.Mode == policy.Observe {
 			continue
 		}

@@ -227,7 +227,7 @@ func names(pids []int) string {
 func (b cgroupfs) Set(p string, values []Value) error {
 	for _, v := range values {
 		now, err := b.t.read(p, v.File)
-		if err == nil && same(v.Value, now) {
+		if err == nil && same(v, now) {
 			continue
 		}
 		if err == nil {
@@ -239,7 +239,7 @@ func (b cgroupfs) Set(p string, values []Value) error {
 		if err != nil {
 			return fmt.Errorf("set %s of cgroup %s to %q: %w", v.File, p, v.Value, err)
 		}
-		if !same(v.Value, now) {
+		if !same(v, now) {
 			return fmt.Errorf("set %s of cgroup %s to %q: it reads %q", v.File, p, v.Value, now)
 		}
 	}

@@ -36,7 +36,7 @@ func gone(err error) bool {
 // Condition is a shortfall that leaves everything else working. The fields are
 // those of the conditions in status.
 type Condition struct {
-	Type    string `json:"type"`   // TypeCPU or TypeMemory
+	Type    string `json:"type"`   // TypeCPU, TypeMemory or TypePids
 	Status  string `json:"status"` // always "False"
 	Reason  string `json:"reason"`
 	Message string `json:"message"`
@@ -46,8 +46,7 @@ type Condition struct {
 const (
 	TypeCPU    = "CPU"
 	TypeMemory = "Memory"
-	// typePids is never told: nothing in a policy asks for the pids controller.
-	typePids = "Pids"
+	TypePids   = "Pids"
 )
 
 // Reasons of conditions.
@@ -68,7 +67,7 @@ const (
 	ReasonRealtimeThreads = "RealtimeThreads"
 	// ReasonIdleNotInKernel: no cpu.idle; weight 1 is used instead.
 	ReasonIdleNotInKernel = "IdleNotInKernel"
-	// ReasonBelowUse: a memory limit below present use was not written.
+	// ReasonBelowUse: a limit of memory or processes below present use was not written.
 	ReasonBelowUse = "BelowUse"
 	// ReasonOriginalUnsafe: a value was left alone because its original cannot
 	// be kept where nobody else may forge it.
@@ -86,7 +85,7 @@ func typeOf(name string) string {
 	case "memory":
 		return TypeMemory
 	case "pids":
-		return typePids
+		return TypePids
 	}
 	return TypeCPU
 }

@@ -21,8 +21,7 @@ func isSlice(p string) bool { return slicePath.MatchString(p) }
 
 func isLeaf(p string) bool { return leafName.MatchString(path.Base(p)) && isSlice(path.Dir(p)) }
 
-// controllers are turned on for slices where the tree has them. Nothing asks
-// for pids yet; it makes the kernel's own count of a slice available.
+// controllers are turned on for slices where the tree has them.
 var controllers = []string{"cpu", "memory", "pids"}
 
 // EnsureSlices makes the slice of every compartment, parents first, with the
@@ -43,6 +42,7 @@ func (t *Tree) EnsureSlices(plan *policy.Plan) ([]Condition, error) {
 	for _, f := range plan.Features {
 		asked[TypeCPU] = asked[TypeCPU] || f.CPU != nil
 		asked[TypeMemory] = asked[TypeMemory] || f.Memory != nil
+		asked[TypePids] = asked[TypePids] || f.Pids != nil
 	}
 	var conds []Condition
 	for _, name := range want {
@@ -51,7 +51,7 @@ func (t *Tree) EnsureSlices(plan *policy.Plan) ([]Condition, error) {
 		}
 	}
 	if m := t.Manager(); m.Unreachable && want != nil {
-		for _, typ := range []string{TypeCPU, TypeMemory} {
+		for _, typ := range []string{TypeCPU, TypeMemory, TypePids} {
 			conds = append(conds, shortfall(typ, ReasonSystemdUnreachable,
 				"values in slices are lost with the next systemctl daemon-reload: %s; let the agent see the host's /run/systemd", m.Why))
 		}

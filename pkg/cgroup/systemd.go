@@ -287,6 +287,8 @@ func properties(v Value) ([]systemd1.Property, error) {
 		return one("MemoryHigh")
 	case "memory.max":
 		return one("MemoryMax")
+	case "pids.max":
+		return one("TasksMax")
 	case "cpu.max":
 		quota, period, _ := strings.Cut(v.Value, " ")
 		q, err := number(quota)
@@ -310,7 +312,7 @@ func (b *systemd) Set(p string, values []Value) error {
 	for _, v := range values {
 		holds := func() bool {
 			now, err := b.t().read(p, v.File)
-			return err == nil && same(v.Value, now)
+			return err == nil && same(v, now)
 		}
 		if holds() {
 			continue
@@ -334,7 +336,7 @@ func (b *systemd) Set(p string, values []Value) error {
 func ours() []systemd1.Property {
 	return []systemd1.Property{
 		set("CPUWeight", unset), set("CPUQuotaPerSecUSec", unset), set("CPUQuotaPeriodUSec", unset),
-		set("MemoryHigh", unset), set("MemoryMax", unset),
+		set("MemoryHigh", unset), set("MemoryMax", unset), set("TasksMax", unset),
 	}
 }
 
@@ -385,7 +387,7 @@ func (b *systemd) controlled(p string) bool { return slices.ContainsFunc(dropIns
 // that says "nothing" for each. Those of others stay.
 func (b *systemd) forget(p string) {
 	for _, dir := range dropIns(p) {
-		for _, name := range []string{"CPUWeight", "CPUQuota", "CPUQuotaPeriodSec", "MemoryHigh", "MemoryMax", "MemoryAccounting", "TasksAccounting"} {
+		for _, name := range []string{"CPUWeight", "CPUQuota", "CPUQuotaPeriodSec", "MemoryHigh", "MemoryMax", "MemoryAccounting", "TasksMax", "TasksAccounting"} {
 			_ = os.Remove(filepath.Join(dir, "50-"+name+".conf"))
 		}
 		_ = os.Remove(dir) // if that was all

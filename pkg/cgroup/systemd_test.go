@@ -15,6 +15,7 @@ func TestProperties(t *testing.T) {
 		{"cpu.max", "4000 20000"}:      "[CPUQuotaPerSecUSec=@t 200000 CPUQuotaPeriodUSec=@t 20000]",
 		{"cpu.max", "max 100000"}:      "[CPUQuotaPerSecUSec=@t 18446744073709551615 CPUQuotaPeriodUSec=@t 18446744073709551615]",
 		{"memory.high", "4096"}:        "[MemoryHigh=@t 4096]",
+		{"pids.max", "500"}:            "[TasksMax=@t 500]",
 		{"memory.max", "max"}:          "[MemoryMax=@t 18446744073709551615]",
 		{"cpu.max.burst", "1000"}:      "[]", // it has no name for it
 		{"cpu.weight", "no number"}:    "error",

@@ -38,6 +38,7 @@ var defaults = [...]Value{
 	{"cpu.max", "max 100000"},
 	{"memory.high", "max"},
 	{"memory.max", "max"},
+	{"pids.max", "max"},
 }
 
 // Defaults are the kernel's values of the files that bulkhead may write, as
@@ -55,10 +56,10 @@ func Defaults(has func(file string) bool) []Value {
 
 // Values are what a policy asks for one cgroup of a feature, in the order in
 // which they are to be written; nothing for what the policy leaves alone (a
-// nil CPU or Memory, no quota, no limit). has tells which files the cgroup
+// nil CPU, Memory or Pids, no quota, no limit). has tells which files the cgroup
 // has: files that are missing are left out, and weight 1 stands in for
 // cpu.idle (kernel 5.15).
-func Values(cpu *policy.CPU, memory *policy.Memory, has func(file string) bool) []Value {
+func Values(cpu *policy.CPU, memory *policy.Memory, pids *policy.Pids, has func(file string) bool) []Value {
 	var out []Value
 	add := func(file, value string) {
 		if has(file) {
@@ -91,6 +92,9 @@ func Values(cpu *policy.CPU, memory *policy.Memory, has func(file string) bool) 
 			add("memory.max", strconv.FormatUint(memory.Max, 10))
 		}
 	}
+	if pids != nil {
+		add("pids.max", strconv.FormatUint(pids.Max, 10))
+	}
 	return out
 }
 
@@ -120,11 +124,14 @@ func ordered(m map[string]string) []Value {
 
 // same reports whether a control file that reads got holds what was asked for.
 // The kernel keeps memory limits in whole pages, rounded down.
-func same(want, got string) bool {
-	if want == got {
+func same(want Value, got string) bool {
+	if want.Value == got {
 		return true
 	}
-	w, err1 := strconv.ParseUint(want, 10, 64)
+	if typeOf(want.File) != TypeMemory {
+		return false
+	}
+	w, err1 := strconv.ParseUint(want.Value, 10, 64)
 	g, err2 := strconv.ParseUint(got, 10, 64)
 	page := uint64(os.Getpagesize())
 	return err1 == nil && err2 == nil && g%page == 0 && w >= page && w/page == g/page
@@ -139,7 +146,8 @@ func same(want, got string) bool {
 // that crashed, had adopted. In mode observe nothing is asked for, and
 // controllers that were turned on for the slices are turned off.
 //
-// memory.max below present use is not written: the kernel would kill at once.
+// memory.max below present use is not written: the kernel would kill at once; nor is
+// pids.max.
 // memory.high below present use is: it slows down and reclaims, and never
 // kills.
 //
@@ -198,7 +206,7 @@ func (t *Tree) setOwn(p string, f *policy.Feature) []Condition {
 	case p == policy.ParentSlice && has("cpu.weight"):
 		values = over(values, []Value{{"cpu.weight", strconv.Itoa(parentWeight)}})
 	case f != nil:
-		values = over(values, Values(f.CPU, f.Memory, has))
+		values = over(values, Values(f.CPU, f.Memory, f.Pids, has))
 		conds = t.unwritable(p, f, has, false)
 	}
 	return append(conds, t.set(p, values)...)
@@ -218,7 +226,7 @@ func (t *Tree) setForeign(p string, f *policy.Feature) []Condition {
 	var conds []Condition
 	has := func(file string) bool { return t.has(p, file) }
 	if f != nil {
-		want = Values(f.CPU, f.Memory, has)
+		want = Values(f.CPU, f.Memory, f.Pids, has)
 		conds = t.unwritable(p, f, has, true)
 	}
 	if len(want) == 0 && len(kept) == 0 {
@@ -241,7 +249,7 @@ func (t *Tree) setForeign(p string, f *policy.Feature) []Condition {
 	for _, v := range back {
 		// Forgotten only when it is really back.
 		now, err := t.read(p, v.File)
-		if err == nil && same(v.Value, now) {
+		if err == nil && same(v, now) {
 			conds = append(conds, t.forgetOriginal(p, v.File)...)
 		}
 		// An idle cgroup reads weight 0 and gets no other: nothing to put back.
@@ -311,9 +319,9 @@ func (t *Tree) unwritable(p string, f *policy.Feature, has func(string) bool, fo
 	if !t.has(p, "cgroup.procs") {
 		return nil // gone
 	}
-	always := map[string]string{TypeCPU: "cpu.weight", TypeMemory: "memory.max"}
+	always := map[string]string{TypeCPU: "cpu.weight", TypeMemory: "memory.max", TypePids: "pids.max"}
 	var conds []Condition
-	for _, v := range Values(f.CPU, f.Memory, func(string) bool { return true }) {
+	for _, v := range Values(f.CPU, f.Memory, f.Pids, func(string) bool { return true }) {
 		typ := typeOf(v.File)
 		switch {
 		case has(v.File):
@@ -345,8 +353,8 @@ func (t *Tree) lacks(p, controller string) Condition {
 func (t *Tree) set(p string, values []Value) []Condition {
 	var conds []Condition
 	for _, v := range values {
-		if v.File == "memory.max" {
-			if c, refused := t.belowUse(p, v.Value); refused {
+		if v.File == "memory.max" || v.File == "pids.max" {
+			if c, refused := t.belowUse(p, v); refused {
 				conds = append(conds, c)
 				continue
 			}
@@ -363,26 +371,32 @@ func (t *Tree) set(p string, values []Value) []Condition {
 	return conds
 }
 
-// belowUse reports whether limiting memory to max would make the kernel kill:
-// the cgroup has processes, uses more than that, and had been allowed more. The
-// kernel has no way to check and write in one step; a cgroup that grows past
-// the limit in between would have met it a moment later anyway.
-func (t *Tree) belowUse(p, max string) (Condition, bool) {
-	limit, err := strconv.ParseUint(max, 10, 64)
+// belowUse reports whether a limit is below what the cgroup uses, with processes in it,
+// and it had been allowed more. Of memory the kernel would kill at once; of processes it
+// kills none and every fork fails, until somebody wonders why. The kernel has no way to
+// check and write in one step; a cgroup that grows past the limit in between would have met
+// it a moment later anyway.
+func (t *Tree) belowUse(p string, v Value) (Condition, bool) {
+	limit, err := strconv.ParseUint(v.Value, 10, 64)
 	if err != nil {
 		return Condition{}, false // "max"
 	}
-	now, err := t.readUint(p, "memory.max")
+	now, err := t.readUint(p, v.File)
 	if err == nil && now <= limit {
 		return Condition{}, false // raised, or unchanged
 	}
-	use, err := t.readUint(p, "memory.current")
+	controller, _, _ := strings.Cut(v.File, ".")
+	use, err := t.readUint(p, controller+".current")
 	if err != nil || use <= limit {
 		return Condition{}, false
 	}
 	events, err := t.read(p, "cgroup.events")
 	if err != nil && !errors.Is(err, fs.ErrNotExist) || strings.Contains(events, "populated 0") {
 		return Condition{}, false // nobody to kill
+	}
+	if controller == "pids" {
+		return shortfall(TypePids, ReasonBelowUse,
+			"pids.max of cgroup %s is not set to %d: it has %d processes and threads now, so that none could start another; end some or raise the limit", t.path(p), limit, use), true
 	}
 	return shortfall(TypeMemory, ReasonBelowUse,
 		"memory.max of cgroup %s is not set to %d: it uses %d now, so the kernel would kill processes at once; lower its use (memory.high slows it down) or raise the limit", t.path(p), limit, use), true

@@ -21,27 +21,29 @@ func TestValues(t *testing.T) {
 		name   string
 		cpu    *policy.CPU
 		memory *policy.Memory
+		pids   *policy.Pids
 		has    func(string) bool
 		want   []Value
 	}{
-		{"nothing asked", nil, nil, all, nil},
-		{"weight", &policy.CPU{Weight: 10000}, nil, all, []Value{{"cpu.idle", "0"}, {"cpu.weight", "10000"}}},
-		{"idle has no weight", &policy.CPU{Idle: true}, nil, all, []Value{{"cpu.idle", "1"}}},
-		{"idle before 5.15", &policy.CPU{Idle: true}, nil, noIdle, []Value{{"cpu.weight", "1"}}},
-		{"weight before 5.15", &policy.CPU{Weight: 7}, nil, noIdle, []Value{{"cpu.weight", "7"}}},
-		{"quota", &policy.CPU{Weight: 10, MaxUsec: 150000, PeriodUsec: 100000}, nil, all,
+		{"nothing asked", nil, nil, nil, all, nil},
+		{"weight", &policy.CPU{Weight: 10000}, nil, nil, all, []Value{{"cpu.idle", "0"}, {"cpu.weight", "10000"}}},
+		{"idle has no weight", &policy.CPU{Idle: true}, nil, nil, all, []Value{{"cpu.idle", "1"}}},
+		{"idle before 5.15", &policy.CPU{Idle: true}, nil, nil, noIdle, []Value{{"cpu.weight", "1"}}},
+		{"weight before 5.15", &policy.CPU{Weight: 7}, nil, nil, noIdle, []Value{{"cpu.weight", "7"}}},
+		{"quota", &policy.CPU{Weight: 10, MaxUsec: 150000, PeriodUsec: 100000}, nil, nil, all,
 			[]Value{{"cpu.idle", "0"}, {"cpu.weight", "10"}, {"cpu.max", "150000 100000"}}},
-		{"quota without period", &policy.CPU{MaxUsec: 5000}, nil, all, []Value{{"cpu.max", "5000 100000"}}},
-		{"memory", nil, &policy.Memory{High: 2 << 30, Max: 3 << 30}, all,
+		{"quota without period", &policy.CPU{MaxUsec: 5000}, nil, nil, all, []Value{{"cpu.max", "5000 100000"}}},
+		{"memory", nil, &policy.Memory{High: 2 << 30, Max: 3 << 30}, nil, all,
 			[]Value{{"memory.high", "2147483648"}, {"memory.max", "3221225472"}}},
-		{"high only", nil, &policy.Memory{High: 4096}, all, []Value{{"memory.high", "4096"}}},
-		{"v1", &policy.CPU{Weight: 10, MaxUsec: 1000}, &policy.Memory{Max: 1 << 20}, none, nil},
+		{"pids", nil, nil, &policy.Pids{Max: 500}, all, []Value{{"pids.max", "500"}}},
+		{"high only", nil, &policy.Memory{High: 4096}, nil, all, []Value{{"memory.high", "4096"}}},
+		{"v1", &policy.CPU{Weight: 10, MaxUsec: 1000}, &policy.Memory{Max: 1 << 20}, nil, none, nil},
 	} {
-		if got := Values(c.cpu, c.memory, c.has); !reflect.DeepEqual(got, c.want) {
+		if got := Values(c.cpu, c.memory, c.pids, c.has); !reflect.DeepEqual(got, c.want) {
 			t.Errorf("%s: %v, want %v", c.name, got, c.want)
 		}
 	}
-	if got := Defaults(noIdle); len(got) != 4 || got[0] != (Value{"cpu.weight", "100"}) {
+	if got := Defaults(noIdle); len(got) != 5 || got[0] != (Value{"cpu.weight", "100"}) {
 		t.Errorf("defaults %v", got)
 	}
 	if got := over(Defaults(all), []Value{{"cpu.idle", "1"}}); got[1].File != "cpu.max" {
@@ -52,16 +54,19 @@ func TestValues(t *testing.T) {
 func TestSame(t *testing.T) {
 	page := strconv.Itoa(os.Getpagesize())
 	for _, c := range []struct {
-		want, got string
-		same      bool
+		file, want, got string
+		same            bool
 	}{
-		{"100", "100", true}, {"100", "101", false}, {"7", "0", false}, {"max", "max", true},
-		{"max", "4096", false}, {"4096", "max", false}, {"150000 100000", "150000 50000", false},
-		{"1000001", strconv.Itoa(1000001 / os.Getpagesize() * os.Getpagesize()), true},
-		{page + "0", page, false},
+		{"cpu.weight", "100", "100", true}, {"cpu.weight", "100", "101", false}, {"cpu.weight", "7", "0", false}, {"memory.max", "max", "max", true},
+		{"memory.max", "max", "4096", false}, {"memory.max", "4096", "max", false}, {"cpu.max", "150000 100000", "150000 50000", false},
+		{"memory.max", "1000001", strconv.Itoa(1000001 / os.Getpagesize() * os.Getpagesize()), true},
+		{"memory.max", page + "0", page, false},
+		// Only memory comes in pages.
+		{"cpu.weight", strconv.Itoa(os.Getpagesize() + 1), page, false},
+		{"pids.max", strconv.Itoa(os.Getpagesize() + 1), page, false},
 	} {
-		if same(c.want, c.got) != c.same {
-			t.Errorf("same(%q, %q) is %v", c.want, c.got, !c.same)
+		if same(Value{c.file, c.want}, c.got) != c.same {
+			t.Errorf("same(%s, %q, %q) is %v", c.file, c.want, c.got, !c.same)
 		}
 	}
 }
@@ -212,6 +217,32 @@ func TestAdoptedValuesGoBack(t *testing.T) {
 			t.Errorf("%s keeps attributes %q, %v", p, attrs, err)
 		}
 	}
+}
+
+// A limit of processes below those that there are would let none start another: it is
+// refused and told.
+func TestPidsBelowUse(t *testing.T) {
+	tree := cpuTree(t)
+	limited := func(max uint64) []Condition {
+		f := feature("chat", nil, nil)
+		if max != 0 {
+			f.Pids = &policy.Pids{Max: max}
+		}
+		return apply(t, tree, plan(policy.Enforce, nil, f))
+	}
+	noConditions(t, limited(0), nil)
+	mkdir(t, tree, chat+"/exec-1.scope")
+	for range 3 {
+		start(t, tree, chat+"/exec-1.scope", "hold")
+	}
+	wantCondition(t, limited(2), TypePids, ReasonBelowUse, tree.path(chat), "to 2:")
+	wantFiles(t, tree, chat, map[string]string{"pids.max": "max"})
+	noConditions(t, limited(5000), nil)
+	wantFiles(t, tree, chat, map[string]string{"pids.max": "5000"})
+	noConditions(t, limited(4096), nil) // not the same, though both are one page
+	wantFiles(t, tree, chat, map[string]string{"pids.max": "4096"})
+	noConditions(t, limited(0), nil)
+	wantFiles(t, tree, chat, map[string]string{"pids.max": "max"})
 }
 
 // A limit below present use would kill: it is refused, in a cgroup of somebody

@@ -96,7 +96,7 @@ func (f *File) plan() (*Plan, error) {
 	p.Features = []Feature{deflt}
 	p.Compartments = []Compartment{{Feature: DefaultFeature, Class: Background}}
 	for _, d := range f.features {
-		feature := Feature{Name: d.value, Owner: d.owner, Class: d.class, CPU: d.cpu, Memory: d.memory}
+		feature := Feature{Name: d.value, Owner: d.owner, Class: d.class, CPU: d.cpu, Memory: d.memory, Pids: d.pids}
 		for _, m := range d.match {
 			feature.Match = append(feature.Match, m.Match)
 		}

@@ -229,7 +229,7 @@ func TestCPUAndMemory(t *testing.T) {
 		{"{class: batch, memory: {max: 512Mi}}", &CPU{Weight: 1}, &Memory{Max: 512 << 20}},
 		{"{class: batch, memory: {high: 1Mi, max: max}}", &CPU{Weight: 1}, &Memory{High: 1 << 20}},
 		{"{class: batch, memory: {high: 2048Ki, max: 1024Ti}}", &CPU{Weight: 1}, &Memory{High: 2 << 20, Max: 1 << 50}},
-		{"{class: batch, memory: {}}", &CPU{Weight: 1}, nil},
+		{"{class: batch, memory: {}, pids: {}}", &CPU{Weight: 1}, nil},
 	} {
 		plan, _ := compileText(t, head+"providers: {}\nfeatures: {f: "+tc.text+"}\n")
 		if f := plan.Features[1]; !reflect.DeepEqual(f.CPU, tc.cpu) || !reflect.DeepEqual(f.Memory, tc.memory) {

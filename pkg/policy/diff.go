@@ -24,7 +24,7 @@ type Change struct {
 	Kind ChangeKind `json:"kind"`
 	// What is the sort of thing: mode, exhausted, protect, provider, hosts, idle,
 	// destination, tenant, feature, order (of the features), owner, class, match,
-	// cpu, memory or limit.
+	// cpu, memory, pids or limit.
 	What string `json:"what"`
 	// Name is which one: a name, a prefix, or for a limit its scope and names,
 	// "feature_provider chat/deepseek". It is empty for mode,
@@ -54,7 +54,7 @@ func (c Change) String() string {
 // whats is the order of changes.
 func whats() []string {
 	return []string{"mode", "exhausted", "protect", "provider", "hosts", "idle", "destination", "tenant", "feature", "order",
-		"owner", "class", "match", "cpu", "memory", "limit"}
+		"owner", "class", "match", "cpu", "memory", "pids", "limit"}
 }
 
 // Diff is everything in which a new plan differs from the old one, sorted by
@@ -124,6 +124,10 @@ func facts(p *Plan, what string) map[fact]string {
 		case "memory":
 			if f.Memory != nil {
 				say(f.Name, f.Memory.String())
+			}
+		case "pids":
+			if f.Pids != nil {
+				say(f.Name, f.Pids.String())
 			}
 		}
 	}
@@ -226,6 +230,9 @@ func (c *CPU) String() string {
 func (m *Memory) String() string {
 	return "high " + sizeText(m.High) + ", max " + sizeText(m.Max)
 }
+
+// String is the value as a policy writes it: "max 500".
+func (p *Pids) String() string { return "max " + strconv.FormatUint(p.Max, 10) }
 
 func sizeText(bytes uint64) string {
 	if bytes == 0 {

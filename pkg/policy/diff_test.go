@@ -25,7 +25,7 @@ providers:
   v: {cidrs: [13.0.0.0/8], protocol: [tcp, udp], idle: 30m}
 tenants: {t: {limits: {connections: 9}}, gone: {}}
 features:
-  f: {class: batch, owner: x, match: [{unit: f.service}], memory: {high: 1Gi, max: 2Gi}, limits: {connections: 3}, providers: {p: {connections: 2}}}
+  f: {class: batch, owner: x, match: [{unit: f.service}], memory: {high: 1Gi, max: 2Gi}, pids: {max: 7}, limits: {connections: 3}, providers: {p: {connections: 2}}}
   g: {class: timely}
   away: {class: batch}
 `)
@@ -42,7 +42,7 @@ providers:
 tenants: {t: {limits: {connections: 9, errno: EUSERS}}}
 features:
   g: {class: timely, cpu: {max: 50%}, match: [{cgroup: /x, tenant: t, container: {name: y, label: "a=b"}, user: root, exe: /bin/x, cmdline: z}]}
-  f: {class: realtime, owner: y, cpu: none, memory: {max: 2Gi}, limits: {connections: 3}, tenants: {t: {limits: {connections: 0}}}}
+  f: {class: realtime, owner: y, cpu: none, memory: {max: 2Gi}, pids: {max: 8}, limits: {connections: 3}, tenants: {t: {limits: {connections: 0}}}}
   default: {owner: z}
 `)
 	wantLines(t, diffLines(old, new), []string{
@@ -73,6 +73,7 @@ features:
 		"remove cpu f: weight 1",
 		"change cpu g: weight 1000 -> weight 1000, max 50% of 100ms",
 		"change memory f: high 1Gi, max 2Gi -> high max, max 2Gi",
+		"change pids f: max 7 -> max 8",
 		"remove limit feature_provider f/p: 2",
 		"add limit feature_tenant f/t: 0",
 		"change limit tenant t: 9 -> 9 EUSERS",

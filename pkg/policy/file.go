@@ -67,12 +67,14 @@ type feature struct {
 	maxAt     place // of cpu.max
 	memory    *Memory
 	memoryAt  place
-	// perCgroup: the policy says itself that cpu and memory limits apply to each cgroup.
-	cpuPerCgroup, memoryPerCgroup bool
-	match                         []matchItem
-	limits                        *block
-	providers                     []pair
-	tenants                       []*tenant
+	pids      *Pids
+	pidsAt    place
+	// perCgroup: the policy says itself that cpu, memory and pids limits apply to each cgroup.
+	cpuPerCgroup, memoryPerCgroup, pidsPerCgroup bool
+	match                                        []matchItem
+	limits                                       *block
+	providers                                    []pair
+	tenants                                      []*tenant
 }
 
 type matchItem struct {

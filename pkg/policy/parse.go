@@ -398,14 +398,14 @@ func (r *reader) tenant(name, path string, k, v *yaml.Node) *tenant {
 
 func (p *parser) feature(r *reader, name, path string, k, v *yaml.Node) {
 	f := &feature{placed: placed[string]{name, r.of(k)}, class: Background, classless: true}
-	var cpu, memory *yaml.Node
+	var cpu, memory, pids *yaml.Node
 	if name == DefaultFeature {
 		p.file.deflt = f
 	} else {
 		p.file.features = append(p.file.features, f)
 	}
 	r.mapping(v, path, "a mapping ({} if there is nothing to say)",
-		[]string{"owner", "class", "match", "cpu", "memory", "limits", "providers", "tenants"},
+		[]string{"owner", "class", "match", "cpu", "memory", "pids", "limits", "providers", "tenants"},
 		func(key string, k, v *yaml.Node) {
 			path := join(path, key)
 			if name == DefaultFeature && !slices.Contains([]string{"owner", "limits", "providers"}, key) {
@@ -431,6 +431,8 @@ func (p *parser) feature(r *reader, name, path string, k, v *yaml.Node) {
 				cpu = v
 			case "memory":
 				memory = v
+			case "pids":
+				pids = v
 			case "limits":
 				f.limits = r.limits(v, path, false)
 			case "providers":
@@ -450,6 +452,9 @@ func (p *parser) feature(r *reader, name, path string, k, v *yaml.Node) {
 	}
 	if memory != nil {
 		r.memory(f, memory, join(path, "memory"))
+	}
+	if pids != nil {
+		r.pids(f, pids, join(path, "pids"))
 	}
 }
 
@@ -577,6 +582,24 @@ func (r *reader) memory(f *feature, v *yaml.Node, path string) {
 	}
 	if m != (Memory{}) {
 		f.memory = &m
+	}
+}
+
+func (r *reader) pids(f *feature, v *yaml.Node, path string) {
+	max := uint64(0)
+	r.mapping(v, path, "a mapping with max", []string{"max", "per"}, func(key string, k, v *yaml.Node) {
+		switch path := join(path, key); key {
+		case "max":
+			if v.Kind != yaml.ScalarNode || v.Value != "max" {
+				max, _ = r.number(v, path, "a plain number of processes and threads from 1 to 4194304, or max", 1, maxPids)
+			}
+		case "per":
+			f.pidsPerCgroup = r.per(v, path)
+		}
+	})
+	f.pidsAt = r.of(v)
+	if max != 0 {
+		f.pids = &Pids{Max: max}
 	}
 }
 

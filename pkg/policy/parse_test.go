@@ -127,7 +127,7 @@ func TestErrors(t *testing.T) {
 			"p.yaml:6:14: anchors (&a) are not part of the language: write the value out where it is needed",
 			"p.yaml:6:31: aliases (*a) are not part of the language: write the value out",
 			"p.yaml:7:14: tags (!!str) are not part of the language: leave it out",
-			`p.yaml:8:7: features.e: unknown key "<<"; there are: owner, class, match, cpu, memory, limits, providers, tenants`,
+			`p.yaml:8:7: features.e: unknown key "<<"; there are: owner, class, match, cpu, memory, pids, limits, providers, tenants`,
 		}},
 		{"keys that are none", head + "? [a]\n: 1\n5: 1\n" + none, []string{
 			"p.yaml:4:3: a key is a text; this is a list",
@@ -369,7 +369,10 @@ func TestErrors(t *testing.T) {
 			"  f: {class: batch, memory: {max: 9999999999999999Ti}}\n" +
 			"  g: {class: batch, memory: 2Gi}\n" +
 			"  h: {class: batch, memory: {max: 0}}\n" +
-			"  i: {class: batch, memory: {max: 1025Ti}}\n", []string{
+			"  i: {class: batch, memory: {max: 1025Ti}}\n" +
+			"  j: {class: batch, pids: {max: 0}}\n" +
+			"  k: {class: batch, pids: {max: 4194305}}\n" +
+			"  l: {class: batch, pids: 12}\n", []string{
 			"p.yaml:6:29: features.a.memory: high is above max: processes would be killed at max before high slows them down",
 			`p.yaml:7:36: features.b.memory.high: "2147483648" is missing its unit; write a size such as 512Mi or 2Gi (Ki, Mi, Gi, Ti), or max`,
 			`p.yaml:8:36: features.c.memory.high: "2G" is not a size such as 512Mi or 2Gi (Ki, Mi, Gi, Ti), or max`,
@@ -379,6 +382,9 @@ func TestErrors(t *testing.T) {
 			"p.yaml:12:29: features.g.memory: needs a mapping with high and max; this is a text",
 			`p.yaml:13:35: features.h.memory.max: "0" is missing its unit; write a size such as 512Mi or 2Gi (Ki, Mi, Gi, Ti), or max`,
 			`p.yaml:14:35: features.i.memory.max: "1025Ti" is out of range; write a size from 1Mi to 1024Ti, or max`,
+			"p.yaml:15:33: features.j.pids.max: 0 is out of range; write a plain number of processes and threads from 1 to 4194304, or max",
+			"p.yaml:16:33: features.k.pids.max: 4194305 is out of range; write a plain number of processes and threads from 1 to 4194304, or max",
+			"p.yaml:17:27: features.l.pids: needs a mapping with max; this is a number",
 		}},
 		{"match", head + "tenants: {free: {}}\nproviders: {}\nfeatures:\n  a:\n    class: batch\n    match:\n" +
 			"    - {unit: chat, cgroup: x, exe: python, cmdline: \"(\", user: a b, container: {}}\n" +

@@ -172,10 +172,11 @@ type Feature struct {
 	Name  string `json:"name"`
 	Owner string `json:"owner,omitempty"`
 	Class Class  `json:"class"`
-	// CPU and Memory are nil where the policy leaves them alone: always for
+	// CPU, Memory and Pids are nil where the policy leaves them alone: always for
 	// the default feature.
 	CPU    *CPU    `json:"cpu,omitempty"`
 	Memory *Memory `json:"memory,omitempty"`
+	Pids   *Pids   `json:"pids,omitempty"`
 	// Match are the feature's match items in file order.
 	Match []Match `json:"match,omitempty"`
 }
@@ -195,6 +196,12 @@ type CPU struct {
 type Memory struct {
 	High uint64 `json:"high,omitempty"`
 	Max  uint64 `json:"max,omitempty"`
+}
+
+// Pids is how many processes and threads a feature's cgroups may have.
+type Pids struct {
+	// Max is pids.max.
+	Max uint64 `json:"max"`
 }
 
 // Match is one item of a feature's match list: all set keys must hold.

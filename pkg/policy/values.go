@@ -132,6 +132,10 @@ func parseSize(s string) (uint64, error) {
 	return bytes, nil
 }
 
+// maxPids is the most that pids.max takes: PID_MAX_LIMIT of a 64-bit kernel
+// (include/linux/threads.h).
+const maxPids = 4_194_304
+
 // cpu.max: kernel/sched/core.c refuses a quota or period below 1 ms and a period
 // above 1 s (min_cfs_quota_period, max_cfs_quota_period). systemd keeps whole
 // percents, so the language has no others. 8192 CPUs are the most that any

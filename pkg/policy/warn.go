@@ -229,6 +229,9 @@ func warnCPU(ws *findings, path string, d *feature) {
 		if d.memory != nil && !d.memoryPerCgroup {
 			ws.add(d.memoryAt, "%s.memory: applies to each cgroup that matches, not to all of them together; per: cgroup says that this is meant", path)
 		}
+		if d.pids != nil && !d.pidsPerCgroup {
+			ws.add(d.pidsAt, "%s.pids: applies to each cgroup that matches, not to all of them together; per: cgroup says that this is meant", path)
+		}
 		break
 	}
 }

@@ -83,7 +83,7 @@ func TestWarnings(t *testing.T) {
 			"p.yaml:7:35: features.f.cpu.max: a quota stalls a realtime feature for the rest of a period as soon as a burst has used it up, long before its average reaches it; weights alone do not",
 		}},
 		{"several cgroups", provider + "tenants: {t: {}}\nfeatures:\n" +
-			"  a: {class: batch, cpu: {max: 50%}, memory: {max: 1Gi}, match: [{unit: \"a@*.service\"}]}\n" +
+			"  a: {class: batch, cpu: {max: 50%}, memory: {max: 1Gi}, pids: {max: 9}, match: [{unit: \"a@*.service\"}]}\n" +
 			"  b: {class: batch, cpu: {max: 50%}, match: [{unit: a.service}, {cgroup: /b}]}\n" +
 			"  c: {class: batch, memory: {max: 1Gi}, match: [{container: {name: x}}]}\n" +
 			"  d: {class: batch, cpu: {max: 50%, per: cgroup}, memory: {max: 1Gi, per: cgroup}, match: [{unit: \"a@*.service\"}]}\n" +
@@ -92,6 +92,7 @@ func TestWarnings(t *testing.T) {
 			"  g: {class: batch, cpu: {weight: 5}, match: [{unit: \"a@*.service\"}]}\n", []string{
 			"p.yaml:8:32: features.a.cpu.max: applies to each cgroup that matches, not to all of them together; per: cgroup says that this is meant",
 			"p.yaml:8:46: features.a.memory: applies to each cgroup that matches, not to all of them together; per: cgroup says that this is meant",
+			"p.yaml:8:64: features.a.pids: applies to each cgroup that matches, not to all of them together; per: cgroup says that this is meant",
 			"p.yaml:9:32: features.b.cpu.max: applies to each cgroup that matches, not to all of them together; per: cgroup says that this is meant",
 			"p.yaml:10:29: features.c.memory: applies to each cgroup that matches, not to all of them together; per: cgroup says that this is meant",
 		}},

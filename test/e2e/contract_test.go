@@ -66,6 +66,7 @@ type member struct {
 	} `json:"cpu"`
 	CompetesIn string `json:"competes_in" extra:""`
 	Memory     any    `json:"memory" extra:""`
+	Pressure   any    `json:"pressure" extra:""`
 }
 
 type quota struct {

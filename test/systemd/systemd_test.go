@@ -40,7 +40,7 @@ providers:
 tenants:
   acme: {}
 features:
-  chat:  {class: realtime, cpu: {weight: 900}, memory: {high: 100Mi, max: 200Mi}}
+  chat:  {class: realtime, cpu: {weight: 900}, memory: {high: 100Mi, max: 200Mi}, pids: {max: 77}}
   batch: {class: batch, cpu: {weight: 7, max: 150%}}
   night: {class: background}
 `
@@ -48,7 +48,7 @@ features:
 // want are files and their values while that is in force, by slice.
 var want = map[string]map[string]string{
 	"/bulkhead.slice":                      {"cpu.weight": "100"},
-	"/bulkhead.slice/bulkhead-chat.slice":  {"cpu.weight": "900", "cpu.idle": "0", "cpu.max": "max 100000", "memory.high": "104857600", "memory.max": "209715200"},
+	"/bulkhead.slice/bulkhead-chat.slice":  {"cpu.weight": "900", "cpu.idle": "0", "cpu.max": "max 100000", "memory.high": "104857600", "memory.max": "209715200", "pids.max": "77"},
 	"/bulkhead.slice/bulkhead-batch.slice": {"cpu.weight": "7", "cpu.max": "150000 100000", "memory.max": "max"},
 	"/bulkhead.slice/bulkhead-night.slice": {"cpu.idle": "1"},
 }
@@ -171,7 +171,7 @@ func TestValues(t *testing.T) {
 		for _, line := range []string{
 			"systemctl daemon-reload",
 			"systemctl daemon-reexec",
-			"systemctl set-property bulkhead-chat.slice TasksMax=77",
+			"systemctl set-property bulkhead-chat.slice IOWeight=70",
 			"systemctl set-property --runtime bulkhead-batch.slice IOWeight=50",
 			"systemctl daemon-reload",
 		} {
@@ -187,10 +187,10 @@ func TestValues(t *testing.T) {
 		a.write(strings.ReplaceAll(values, "weight: 900", "weight: 901"))
 		sh(t, "bulkhead reload")
 		holds(t, "after a reload", map[string]map[string]string{"/bulkhead.slice/bulkhead-chat.slice": {"cpu.weight": "901"}})
-		a.write(strings.ReplaceAll(strings.ReplaceAll(values, "cpu: {weight: 900}, memory: {high: 100Mi, max: 200Mi}", "cpu: none"), "  night: {class: background}\n", ""))
+		a.write(strings.ReplaceAll(strings.ReplaceAll(values, "cpu: {weight: 900}, memory: {high: 100Mi, max: 200Mi}, pids: {max: 77}", "cpu: none"), "  night: {class: background}\n", ""))
 		sh(t, "bulkhead reload")
 		holds(t, "after values left the policy", map[string]map[string]string{
-			"/bulkhead.slice/bulkhead-chat.slice": {"cpu.weight": "100", "memory.high": "max", "memory.max": "max"}})
+			"/bulkhead.slice/bulkhead-chat.slice": {"cpu.weight": "100", "memory.high": "max", "memory.max": "max", "pids.max": "max"}})
 		kerneltest.Poll(t, "the slice of a feature that left the policy is gone", func() error {
 			if _, err := os.Stat(root + "/bulkhead.slice/bulkhead-night.slice"); err == nil {
 				return fmt.Errorf("it is there")
@@ -199,7 +199,7 @@ func TestValues(t *testing.T) {
 		})
 	})
 	// What others have set is theirs.
-	for _, file := range []string{control + "/bulkhead-chat.slice.d/50-TasksMax.conf", "/run/systemd/system.control/bulkhead-batch.slice.d/50-IOWeight.conf"} {
+	for _, file := range []string{control + "/bulkhead-chat.slice.d/50-IOWeight.conf", "/run/systemd/system.control/bulkhead-batch.slice.d/50-IOWeight.conf"} {
 		if err := os.Remove(file); err != nil {
 			t.Error(err)
 		}
