@@ -443,7 +443,9 @@ func (m *model) endUDP(f *flight, errno syscall.Errno) error {
 	}
 	slots := maps.Clone(s.slots)
 	if f.want != nil && !refused {
-		if s.slotTo(f.want.provider) == nil {
+		// A Reconcile beside it may have freed the slot that another of those that share
+		// the socket had taken; then this one has.
+		if h := s.slotTo(f.want.provider); h == nil || h != f.want && m.loose {
 			if slots == nil {
 				slots = map[*hold]bool{}
 			}
