@@ -311,7 +311,23 @@ func (in *instance) crowd() {
 	}
 }
 
-// empty waits until nothing is in use and the slot map has no entry left.
+// notes is the sum of the filter that says where a socket's entry may be; 0 without any.
+func (in *instance) notes() (sum uint64) {
+	in.Helper()
+	m := in.k.coll.Maps[kernelMapCookies]
+	keys, values := make([]uint32, m.MaxEntries()), make([]uint32, m.MaxEntries())
+	var cursor ebpf.MapBatchCursor
+	n, err := m.BatchLookup(&cursor, keys, values, nil)
+	if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) || n != len(values) {
+		in.Fatalf("%d notes of %d: %v", n, len(values), err)
+	}
+	for _, v := range values {
+		sum += uint64(v)
+	}
+	return sum
+}
+
+// empty waits until nothing is in use, no slot is left, and nothing is noted of any.
 func (in *instance) empty(when string) {
 	in.Helper()
 	kerneltest.Poll(in, when, func() error {
@@ -327,6 +343,13 @@ func (in *instance) empty(when string) {
 		}
 		if n := len(slots); n != 0 {
 			err = errors.Join(err, fmt.Errorf("%d slots are left, the first %+v", n, slots[0]))
+		}
+		udp, readErr := in.k.udpSockets()
+		if readErr != nil {
+			in.Fatal(readErr)
+		}
+		if n := in.notes(); n != uint64(len(udp)) {
+			err = errors.Join(err, fmt.Errorf("the filter's notes have the sum %#x, want that of %d UDP sockets alone", n, len(udp)))
 		}
 		return err
 	})
