@@ -125,7 +125,7 @@ func room(where conn.Options) (f finding, ok bool) {
 }
 
 func controllerFindings(tree *cgroup.Tree) []finding {
-	m := tree.Manager()
+	m := tree.Manager
 	out := []finding{{Name: "cgroup manager", OK: !m.Unreachable, Detail: m.Name + ": " + m.Why,
 		Cost: "each of its daemon-reloads takes CPU and memory values back; connection limits work",
 		Cure: "let the agent see /run/systemd of the host (in a container: mount it)"}}

@@ -19,7 +19,7 @@ import (
 //
 // Files are one implementation. On a host that systemd runs, a raw write into
 // a unit's cgroup is undone by the next daemon-reload, so there the other
-// names the same slices and values to systemd. Tree.Manager says which it is.
+// names the same slices and values to systemd. Manager says which it is.
 type Backend interface {
 	// Ensure makes the cgroup at path, and its ancestors, if they do not exist,
 	// and sees to it that the named controllers can be used in it as far as

@@ -51,7 +51,7 @@
 // What is made, written and removed goes through [Backend]. Where systemd runs
 // the tree, it is systemd that is asked (docs/decisions/systemd-slices.md);
 // everywhere else, in containers and below a --cgroup-root of one's own, it is
-// plain files. [Tree.Manager] says which and why. Reading is by plain files for
+// plain files. [Manager] says which and why. Reading is by plain files for
 // both, and so are the values of cgroups of others, still.
 //
 // # Where things are

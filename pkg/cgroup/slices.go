@@ -50,7 +50,7 @@ func (t *Tree) EnsureSlices(plan *policy.Plan) ([]Condition, error) {
 			conds = append(conds, c)
 		}
 	}
-	if m := t.Manager(); m.Unreachable && want != nil {
+	if m := t.Manager; m.Unreachable && want != nil {
 		for _, typ := range []string{TypeCPU, TypeMemory, TypePids} {
 			conds = append(conds, shortfall(typ, ReasonSystemdUnreachable,
 				"values in slices are lost with the next systemctl daemon-reload: %s; let the agent see the host's /run/systemd", m.Why))

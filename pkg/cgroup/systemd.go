@@ -39,7 +39,8 @@ const (
 // set for good, and those that are set until the next boot (systemctl(1), set-property).
 var controlDirs = [...]string{"/etc/systemd/system.control", "/run/systemd/system.control"}
 
-// Manager says who makes the cgroups of a tree, as doctor tells it.
+// Manager says through whom the cgroups of a tree are made: systemd where it runs this
+// very tree and can be asked, else the files of the tree.
 type Manager struct {
 	Name string // "systemd" or "cgroupfs"
 	// Why in words; and whether it is the files of a systemd that cannot be reached,
@@ -48,9 +49,7 @@ type Manager struct {
 	Unreachable bool
 }
 
-// Manager says through whom slices are made: systemd where it runs this very tree, else
-// the files of the tree.
-func (t *Tree) Manager() Manager {
+func (t *Tree) manager() Manager {
 	_, err := t.Get("/init.scope")
 	its := err == nil && t.ID == rootID // systemd is in the tree, here or outside of a container
 	booted, reachable := isDir(bootedDir), isSocket(privateSocket)
@@ -332,18 +331,27 @@ func (b *systemd) Set(p string, values []Value) error {
 	return nil
 }
 
-// ours are the properties that a slice of ours may have, and their values without us.
-func ours() []systemd1.Property {
-	return []systemd1.Property{
-		set("CPUWeight", unset), set("CPUQuotaPerSecUSec", unset), set("CPUQuotaPeriodUSec", unset),
-		set("MemoryHigh", unset), set("MemoryMax", unset), set("TasksMax", unset),
-	}
+// ours are the properties that a slice of ours may have, and the names of their drop-ins.
+var ours = []struct{ property, dropIn string }{
+	{"CPUWeight", "CPUWeight"},
+	{"CPUQuotaPerSecUSec", "CPUQuota"},
+	{"CPUQuotaPeriodUSec", "CPUQuotaPeriodSec"},
+	{"MemoryHigh", "MemoryHigh"},
+	{"MemoryMax", "MemoryMax"},
+	{"TasksMax", "TasksMax"},
 }
+
+// accounting are those that turn a controller on. They give way with the slice.
+var accounting = []string{"MemoryAccounting", "TasksAccounting"}
 
 func (b *systemd) Release(all []Cgroup) {
 	for _, c := range slices.Backward(all) {
 		if isSlice(c.Path) && b.controlled(c.Path) {
-			_ = b.property(c.Path, ours()...)
+			var back []systemd1.Property
+			for _, o := range ours {
+				back = append(back, set(o.property, unset))
+			}
+			_ = b.property(c.Path, back...)
 			b.forget(c.Path)
 		}
 	}
@@ -386,8 +394,12 @@ func (b *systemd) controlled(p string) bool { return slices.ContainsFunc(dropIns
 // forget removes what is left of properties: as they are given back one by one, a file
 // that says "nothing" for each. Those of others stay.
 func (b *systemd) forget(p string) {
+	names := slices.Clone(accounting)
+	for _, o := range ours {
+		names = append(names, o.dropIn)
+	}
 	for _, dir := range dropIns(p) {
-		for _, name := range []string{"CPUWeight", "CPUQuota", "CPUQuotaPeriodSec", "MemoryHigh", "MemoryMax", "MemoryAccounting", "TasksMax", "TasksAccounting"} {
+		for _, name := range names {
 			_ = os.Remove(filepath.Join(dir, "50-"+name+".conf"))
 		}
 		_ = os.Remove(dir) // if that was all

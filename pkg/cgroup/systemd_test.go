@@ -49,7 +49,7 @@ func TestSlicePaths(t *testing.T) {
 // tree is it asked.
 func TestManager(t *testing.T) {
 	tree := testTree(t)
-	m := tree.Manager()
+	m := tree.Manager
 	if m.Name != "cgroupfs" || m.Unreachable || m.Why == "" {
 		t.Errorf("%+v, want the files: the root is a cgroup of our own", m)
 	}

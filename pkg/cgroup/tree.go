@@ -42,7 +42,8 @@ type Tree struct {
 	// is mounted with nsdelegate, as systemd does, moving a process across the
 	// namespace's border fails with ENOENT.
 	Namespaced bool
-	// Backend makes, changes and removes cgroups: Find sets the one that Manager names.
+	// Manager says through whom cgroups are made, and Backend is it.
+	Manager Manager
 	Backend Backend
 
 	// abs is the path of Dir below the true root, as /proc/PID/cgroup shows it
@@ -205,7 +206,7 @@ func openTree(dir string, mounts []mount) (*Tree, error) {
 			t.abs = ""
 		}
 		t.Level = strings.Count(t.abs, "/")
-		if t.Manager().Name == "systemd" {
+		if t.Manager = t.manager(); t.Manager.Name == "systemd" {
 			t.Backend = &systemd{files: cgroupfs{t}}
 		}
 		return t, nil

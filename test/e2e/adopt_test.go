@@ -343,5 +343,11 @@ features:
 		}
 		return nil
 	})
+	// Not by the first reconciling, ten seconds on, which does it too.
+	for _, l := range n.lines() {
+		if strings.Contains(l.text, "freed slots whose connections are gone") {
+			t.Errorf("it was reconciling that gave it back: %s", l.text)
+		}
+	}
 	client.Close(fd, connected)
 }

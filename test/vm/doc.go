@@ -21,6 +21,10 @@
 // nanosecond each, idle time skipped), so that scheduling latency is the same
 // on a busy and an idle host. Two virtual CPUs would distort it.
 //
+// -system boots an installed Debian from a disk instead, with systemd as init and
+// its own kernel; the commands run as a service of it, once all else is up. With
+// -boots it is started again and again, and what is on its disk stays.
+//
 // Tests that are only for the guest have the build tag vm, which is set here.
 //
 // # Kernels
@@ -30,5 +34,6 @@
 // from there without the network until -refresh. The mirror and the key are
 // those of the machine's own Debian sources, only the suite is another; apt
 // verifies it as it always does and its own state is not touched. Needs an
-// amd64 Debian host, no root.
+// amd64 Debian host, no root. Systems are made once and kept in the same way, by
+// mmdebstrap, which needs root.
 package main

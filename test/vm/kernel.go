@@ -110,15 +110,7 @@ func fetchKernel(ctx context.Context, dir string, r release, log io.Writer) erro
 	if runtime.GOARCH != "amd64" {
 		return fmt.Errorf("only amd64 hosts are supported, this is %s", runtime.GOARCH)
 	}
-	osRelease, err := os.ReadFile("/etc/os-release")
-	if err != nil {
-		return err
-	}
-	all, err := readSources("/")
-	if err != nil {
-		return err
-	}
-	sources, err := forSuite(all, codename(string(osRelease)), r.suite)
+	sources, err := sourcesOf(r.suite)
 	if err != nil {
 		return err
 	}

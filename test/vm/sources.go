@@ -125,6 +125,19 @@ func forSuite(all []source, codename, suite string) (string, error) {
 	return "", errNoSource
 }
 
+// sourcesOf returns the machine's own Debian sources for a suite, see forSuite.
+func sourcesOf(suite string) (string, error) {
+	osRelease, err := os.ReadFile("/etc/os-release")
+	if err != nil {
+		return "", err
+	}
+	all, err := readSources("/")
+	if err != nil {
+		return "", err
+	}
+	return forSuite(all, codename(string(osRelease)), suite)
+}
+
 // readSources reads all of apt's sources below root ("/" but in tests).
 func readSources(root string) ([]source, error) {
 	names, err := filepath.Glob(filepath.Join(root, "etc/apt/sources.list.d/*"))

@@ -68,15 +68,7 @@ func makeSystem(ctx context.Context, dir, suite, disk string, log io.Writer) err
 	if os.Geteuid() != 0 {
 		return errors.New("only root can (it is made once and kept)")
 	}
-	osRelease, err := os.ReadFile("/etc/os-release")
-	if err != nil {
-		return err
-	}
-	all, err := readSources("/")
-	if err != nil {
-		return err
-	}
-	sources, err := forSuite(all, codename(string(osRelease)), suite)
+	sources, err := sourcesOf(suite)
 	if err != nil {
 		return err
 	}
