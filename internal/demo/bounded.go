@@ -24,6 +24,9 @@ func theBounded() bounded {
 const (
 	boundedPort = "8004"
 	boundedURL  = "http://" + loopback + ":" + boundedPort
+	// nobodysURL is where no one listens: a refusal that has nothing to do with
+	// bulkheads.
+	nobodysURL = "http://" + loopback + ":8005"
 )
 
 func (e bounded) about() about {
@@ -40,9 +43,10 @@ func (e bounded) about() about {
 features:
   burst: {class: timely}
 `, loopback, boundedPort, e.ServeAtOnce),
-		runs:    []runInfo{{run: without, takes: queue, known: 2400}, {run: with, takes: e.Work, base: true, known: 100}},
+		runs:    []runInfo{{run: alone, takes: e.Work, base: true}, {run: without, takes: queue, known: 2400}, {run: with, takes: e.Work, known: 100}},
 		needs:   []tool{curl},
 		refuses: true,
+		aims:    asAlone,
 	}
 }
 
@@ -54,8 +58,7 @@ func (e bounded) run(g *stage) (sample, error) {
 		return sample{}, err
 	}
 	argv := append([]string{g.scenario.Tools.Curl, "--silent", "--parallel", "--parallel-immediate", "--parallel-max", fmt.Sprint(e.Calls),
-		"--output", "/dev/null", "--write-out", curlFormat},
-		fmt.Sprintf("%s/[1-%d]?work=%s", boundedURL, e.Calls, e.Work))
+		"--write-out", curlFormat}, e.calls(g.step.Run)...)
 	out, wall, err := g.whole("curl", role{feature: "burst"}, argv)
 	if err != nil {
 		return sample{}, err
@@ -66,6 +69,19 @@ func (e bounded) run(g *stage) (sample, error) {
 	}
 	s.Wall = wall
 	return s, err
+}
+
+// calls are curl's arguments for them. Those that have a place alone come with
+// others that no bulkhead refuses: curl begins all calls before it sends the
+// first request, so the time for that is in each.
+func (e bounded) calls(run runName) []string {
+	to := func(url string, n int) []string {
+		return []string{"--output", "/dev/null", fmt.Sprintf("%s/[1-%d]?work=%s", url, n, e.Work)}
+	}
+	if run == alone {
+		return append(to(boundedURL, e.ServeAtOnce), to(nobodysURL, e.Calls-e.ServeAtOnce)...)
+	}
+	return to(boundedURL, e.Calls)
 }
 
 // curlFormat makes curl write a line for each call: its exit code, which is 7
@@ -113,5 +129,6 @@ func (e bounded) verdict(r rows) string {
 	if r.with.RefusedP95 > 0 {
 		text += fmt.Sprintf(", and %d are refused, 95 of 100 of them within %s ms", r.with.Refused, figures(r.with.RefusedP95))
 	}
+	text += fmt.Sprintf(". The same %d take %s ms where curl's other calls go to a port that nobody listens on", r.alone.Calls, figures(r.alone.P95))
 	return text + fmt.Sprintf(". As seen from outside curl ran for %s and %s ms.", figures(r.without.WallMS), figures(r.with.WallMS))
 }

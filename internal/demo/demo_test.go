@@ -256,7 +256,7 @@ func TestFloodIsFelt(t *testing.T) {
 	if left := c.left(t, before); left != nil {
 		t.Errorf("left behind: %q", left)
 	}
-	if !strings.HasPrefix(stderr, "[1/2] flood, alone; about 5 s left\n[2/2] flood, without bulkheads; about ") || strings.Count(stderr, "\n") != 2 {
+	if !strings.HasPrefix(stderr, "[1/2] flood, alone; about 3 s left\n[2/2] flood, without bulkheads; about ") || strings.Count(stderr, "\n") != 2 {
 		t.Errorf("progress %q", stderr)
 	}
 	var r Result
@@ -289,7 +289,7 @@ func TestFloodIsFelt(t *testing.T) {
 // calls, and leaves nothing.
 func TestWithoutBulkheads(t *testing.T) {
 	before := mounts(t)
-	sc := small(step{"slow", without}, step{"tenants", without}, step{"bounded", without}, step{"cpu", alone}, step{"cpu", without}, step{"database", without})
+	sc := small(step{"slow", alone}, step{"slow", without}, step{"tenants", alone}, step{"tenants", without}, step{"bounded", alone}, step{"bounded", without}, step{"cpu", alone}, step{"cpu", without}, step{"database", without})
 	c := startDemo(t, testRoot(t), sc)
 	code, stderr := c.finish(t)
 	if code != 0 {
@@ -309,7 +309,7 @@ func TestWithoutBulkheads(t *testing.T) {
 		}
 	}
 	for s, want := range map[step]int{
-		{"slow", without}: 3, {"tenants", without}: 3, {"bounded", without}: 20, {"cpu", alone}: 10, {"cpu", without}: 10,
+		{"slow", alone}: 3, {"slow", without}: 3, {"tenants", alone}: 3, {"tenants", without}: 3, {"bounded", without}: 20, {"cpu", alone}: 10, {"cpu", without}: 10,
 	} {
 		if run, ok := runs[s]; !ok || run.Calls != want || run.Failed+run.Refused != 0 {
 			t.Errorf("%v: want %d calls answered: %+v", s, want, run)
@@ -327,6 +327,15 @@ func TestWithoutBulkheads(t *testing.T) {
 	// Five rounds of four.
 	if run := runs[step{"bounded", without}]; run.P95 < 100 || run.P50 < 60 || run.WallMS < run.P99 {
 		t.Errorf("bounded: %+v", run)
+	}
+	// Those that have a place, and nobody before them.
+	if run := runs[step{"bounded", alone}]; run.Calls != 4 || run.Refused != 16 || run.Failed != 0 || run.P95 >= runs[step{"bounded", without}].P95 {
+		t.Errorf("bounded alone: %+v", run)
+	}
+	for _, name := range []string{"slow", "tenants"} {
+		if run := runs[step{name, alone}]; run.Load != nil || run.P50 >= runs[step{name, without}].P50 {
+			t.Errorf("%s alone: %+v", name, run)
+		}
 	}
 	// The report has all connections.
 	if run := runs[step{"database", without}]; run.Failed != 5 || !strings.Contains(run.Error, "too many clients") || run.Load == nil || run.Load.Done != 4 {

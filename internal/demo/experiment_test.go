@@ -45,7 +45,7 @@ func TestExperiments(t *testing.T) {
 		t.Errorf("all takes about %v, and two minutes are promised", total)
 	}
 	if got := sc.steps([]string{"cpu", "slow"}); !slices.Equal(got, []step{
-		{"slow", without}, {"slow", with}, {"cpu", alone}, {"cpu", without}, {"cpu", with}}) {
+		{"slow", alone}, {"slow", without}, {"slow", with}, {"cpu", alone}, {"cpu", without}, {"cpu", with}}) {
 		t.Errorf("steps %v", got)
 	}
 }
@@ -145,7 +145,8 @@ func TestLimits(t *testing.T) {
 func TestCalls(t *testing.T) {
 	sc := theScenario()
 	for name, calls := range map[string][]call{
-		"flood": sc.Flood.calls(sc.Flood.lasts()), "slow": sc.Slow.calls(), "tenants": sc.Tenants.calls(),
+		"flood": sc.Flood.calls(sc.Flood.lasts()), "slow": sc.Slow.calls(without), "tenants": sc.Tenants.calls(without),
+		"slow alone": sc.Slow.calls(alone), "tenants alone": sc.Tenants.calls(alone),
 	} {
 		if !slices.IsSortedFunc(calls, func(a, b call) int { return int(a.Due - b.Due) }) {
 			t.Errorf("%s: not in order of time", name)
@@ -167,7 +168,7 @@ func TestCalls(t *testing.T) {
 	var waits []time.Duration
 	var slowBegan time.Duration
 	busy := 0
-	for _, c := range sc.Slow.calls() {
+	for _, c := range sc.Slow.calls(with) {
 		switch c.Series {
 		case "slow":
 			if c.Due != slowBegan {
@@ -186,14 +187,25 @@ func TestCalls(t *testing.T) {
 	if m := percentile(waits, 50); m != 1415*time.Millisecond {
 		t.Errorf("slow: the calls wait %v, known are 1415 ms", m)
 	}
-	b := 0
-	for _, c := range sc.Tenants.calls() {
-		if c.Series == "b" {
-			b++
+	// What is measured is measured alone as often, and nothing else is.
+	count := func(calls []call, series string) (n int) {
+		for _, c := range calls {
+			if c.Series == series {
+				n++
+			}
+		}
+		return n
+	}
+	for _, run := range []runName{alone, without, with} {
+		if n := count(sc.Tenants.calls(run), "b"); n != sc.Tenants.Rounds*sc.Tenants.Calls {
+			t.Errorf("tenants, %s: %d calls of B", run, n)
+		}
+		if n := count(sc.Slow.calls(run), "healthy"); n != sc.Slow.Rounds*sc.Slow.Calls {
+			t.Errorf("slow, %s: %d calls to the healthy service", run, n)
 		}
 	}
-	if b != sc.Tenants.Rounds*sc.Tenants.Calls {
-		t.Errorf("tenants: %d calls of B", b)
+	if n := count(sc.Slow.calls(alone), "slow"); n != 0 {
+		t.Errorf("slow: %d slow calls beside those that are to be alone", n)
 	}
 }
 

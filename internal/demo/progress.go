@@ -9,7 +9,7 @@ import (
 
 // startTakes is a first guess at the time that a run takes besides the measured
 // part; those that were seen replace it.
-const startTakes = 2 * time.Second
+const startTakes = time.Second
 
 // progress shows which run is on and how long it all still takes: one line
 // that is rewritten on a terminal, else a line for each run.

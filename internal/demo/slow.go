@@ -19,7 +19,7 @@ type slow struct {
 	Apart time.Duration `json:"apart"`
 }
 
-// theSlow is the demo's own. The middle one of the five calls comes 85 ms
+// theSlow is the demo's own. The middle one of the nine calls comes 85 ms
 // after the slow ones: it waits 1415 ms for the first thread that is free.
 func theSlow() slow {
 	return slow{
@@ -27,9 +27,9 @@ func theSlow() slow {
 		SlowWork: 1500 * time.Millisecond,
 		Limit:    2,
 		Rounds:   3,
-		Calls:    5,
+		Calls:    9,
 		First:    45 * time.Millisecond,
-		Apart:    20 * time.Millisecond,
+		Apart:    10 * time.Millisecond,
 	}
 }
 
@@ -44,8 +44,14 @@ func (e slow) pause() time.Duration { return e.SlowWork / 6 }
 
 func (e slow) round() time.Duration { return e.SlowWork + e.pause() }
 
+// quietRound is a round without slow calls, which nothing has to wait for.
+func (e slow) quietRound() time.Duration {
+	return e.First + time.Duration(e.Calls)*e.Apart + e.pause()
+}
+
 func (e slow) about() about {
-	takes := warmFor + time.Duration(e.Rounds)*e.round()
+	takes := 2*warmFor + time.Duration(e.Rounds)*e.round()
+	quiet := 2*warmFor + time.Duration(e.Rounds)*e.quietRound()
 	return about{
 		name:  "slow",
 		title: "a slow service holds the pool that a healthy one needs",
@@ -61,17 +67,31 @@ features:
     class: realtime
     providers: {slow: {connections: %d}}
 `, loopback, healthyPort, loopback, slowPort, e.Limit),
-		runs:  []runInfo{{run: without, takes: takes, known: 1415}, {run: with, takes: takes, base: true, known: 2.3}},
+		runs:  []runInfo{{run: alone, takes: quiet, base: true}, {run: without, takes: takes, known: 1415}, {run: with, takes: takes, known: 2.3}},
 		needs: []tool{python},
+		aims:  asAlone,
 	}
 }
 
-// calls are those of all rounds.
-func (e slow) calls() []call {
-	all := warmUp(webURL + "/healthy?work=0s")
+// calls are those of all rounds: the slow ones too, unless the healthy
+// service's are to be alone.
+func (e slow) calls(run runName) []call {
+	// The pool makes a thread when none is idle: all are there before it counts.
+	var all []call
+	for range e.Threads {
+		all = append(all, call{URL: webURL + "/healthy?work=100ms", Series: "warm-up"})
+	}
+	for _, c := range warmUp(webURL + "/healthy?work=0s") {
+		c.Due += warmFor
+		all = append(all, c)
+	}
+	apart, busy := e.round(), e.Threads
+	if run == alone {
+		apart, busy = e.quietRound(), 0
+	}
 	for round := range e.Rounds {
-		begin := warmFor + time.Duration(round)*e.round()
-		for range e.Threads {
+		begin := 2*warmFor + time.Duration(round)*apart
+		for range busy {
 			all = append(all, call{Due: begin, URL: webURL + "/slow?work=" + e.SlowWork.String(), Series: "slow"})
 		}
 		for i := range e.Calls {
@@ -93,17 +113,19 @@ func (e slow) run(g *stage) (sample, error) {
 	if err := g.measuring(); err != nil {
 		return sample{}, err
 	}
-	outcomes, err := g.probe(e.calls())
+	outcomes, err := g.probe(e.calls(g.step.Run))
 	if err != nil {
 		return sample{}, err
 	}
 	s := gather(outcomes, "healthy")
-	others := gather(outcomes, "slow")
-	s.Load = &loadReport{Done: len(others.Latencies), Refused: len(others.Refused), Failed: others.Failed, Latencies: others.Latencies}
+	if g.step.Run != alone {
+		others := gather(outcomes, "slow")
+		s.Load = &loadReport{Done: len(others.Latencies), Refused: len(others.Refused), Failed: others.Failed, Latencies: others.Latencies}
+	}
 	return s, nil
 }
 
 func (e slow) verdict(r rows) string {
-	return fmt.Sprintf("Half of the calls to the healthy service took more than %s ms behind the slow one, and %s ms with %d connections for it: %d of %d calls to the slow one were refused at once.",
-		figures(r.without.P50), figures(r.with.P50), e.Limit, r.with.Load.Refused, r.with.Load.Refused+r.with.Load.Done+r.with.Load.Failed)
+	return fmt.Sprintf("Half of the calls to the healthy service took more than %s ms behind the slow one, and %s ms with %d connections for it, where they take %s ms with no slow calls at all: %d of %d calls to the slow one were refused at once.",
+		figures(r.without.P50), figures(r.with.P50), e.Limit, figures(r.alone.P50), r.with.Load.Refused, r.with.Load.Refused+r.with.Load.Done+r.with.Load.Failed)
 }

@@ -41,7 +41,6 @@ const (
 )
 
 func (e tenants) about() about {
-	takes := warmFor + time.Duration(e.Rounds)*e.Apart
 	return about{
 		name:  "tenants",
 		title: "tenant A floods the route that tenant B uses",
@@ -59,17 +58,31 @@ features:
     class: timely
     tenants: {free: {}, pro: {}}
 `, loopback, routePort, e.ServeAtOnce, e.LimitA, e.LimitB),
-		runs:  []runInfo{{run: without, takes: takes, known: 1594}, {run: with, takes: takes, base: true, known: 103}},
+		runs:  []runInfo{{run: alone, takes: e.lasts(alone), base: true}, {run: without, takes: e.lasts(without), known: 1594}, {run: with, takes: e.lasts(with), known: 103}},
 		needs: []tool{python},
+		aims:  asAlone,
 	}
 }
 
+// apart is the time between two rounds: without tenant A nothing has to
+// settle between them.
+func (e tenants) apart(run runName) time.Duration {
+	if run == alone {
+		return 3 * e.Work
+	}
+	return e.Apart
+}
+
+func (e tenants) lasts(run runName) time.Duration {
+	return warmFor + time.Duration(e.Rounds)*e.apart(run)
+}
+
 // calls are tenant B's.
-func (e tenants) calls() []call {
+func (e tenants) calls(run runName) []call {
 	all := warmUp(webURL + "/api?work=0s")
 	for round := range e.Rounds {
 		for i := range e.Calls {
-			all = append(all, call{Due: warmFor + time.Duration(round)*e.Apart + time.Duration(i)*e.Step, URL: webURL + "/api?work=" + e.Work.String(), Series: "b"})
+			all = append(all, call{Due: warmFor + time.Duration(round)*e.apart(run) + time.Duration(i)*e.Step, URL: webURL + "/api?work=" + e.Work.String(), Series: "b"})
 		}
 	}
 	return all
@@ -82,27 +95,33 @@ func (e tenants) run(g *stage) (sample, error) {
 	if err := g.app(role{feature: "api", tenant: "pro"}, 0, "--retry", "api="+routeURL); err != nil {
 		return sample{}, err
 	}
-	a, err := g.ready("tenant A", role{feature: "api", tenant: "free"},
-		g.python("batch.py", routeURL, fmt.Sprint(e.Workers), fmt.Sprint(ms(e.Work))))
-	if err != nil {
-		return sample{}, err
-	}
-	if err := g.begin(a); err != nil {
-		return sample{}, err
+	var a *child
+	if g.step.Run != alone {
+		var err error
+		a, err = g.ready("tenant A", role{feature: "api", tenant: "free"},
+			g.python("batch.py", routeURL, fmt.Sprint(e.Workers), fmt.Sprint(ms(e.Work))))
+		if err != nil {
+			return sample{}, err
+		}
+		if err := g.begin(a); err != nil {
+			return sample{}, err
+		}
 	}
 	if err := g.measuring(); err != nil {
 		return sample{}, err
 	}
-	outcomes, err := g.probe(e.calls())
+	outcomes, err := g.probe(e.calls(g.step.Run))
 	if err != nil {
 		return sample{}, err
 	}
 	s := gather(outcomes, "b")
-	s.Load, err = g.finish(a)
+	if a != nil {
+		s.Load, err = g.finish(a)
+	}
 	return s, err
 }
 
 func (e tenants) verdict(r rows) string {
-	return fmt.Sprintf("Half of tenant B's calls took more than %s ms behind tenant A's flood, and %s ms where A has %d of the route's %d places and B has %d.",
-		figures(r.without.P50), figures(r.with.P50), e.LimitA, e.ServeAtOnce, e.LimitB)
+	return fmt.Sprintf("Half of tenant B's calls took more than %s ms behind tenant A's flood, and %s ms where A has %d of the route's %d places and B has %d; without A they take %s ms.",
+		figures(r.without.P50), figures(r.with.P50), e.LimitA, e.ServeAtOnce, e.LimitB, figures(r.alone.P50))
 }

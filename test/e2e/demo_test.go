@@ -124,7 +124,7 @@ func TestDemo(t *testing.T) {
 		}
 	}
 	for name, want := range map[string]int{
-		"flood alone": 300, "flood without": 300, "slow without": 15, "slow with": 15, "tenants without": 15, "tenants with": 15,
+		"flood alone": 300, "flood without": 300, "slow alone": 27, "slow without": 27, "slow with": 27, "tenants alone": 15, "tenants without": 15, "tenants with": 15,
 		"bounded without": 200, "database with": 20,
 	} {
 		if run := runs[name]; run.Calls != want || run.Failed+run.Refused != 0 {
