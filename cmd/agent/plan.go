@@ -28,6 +28,8 @@ type preview struct {
 	// would leave theirs.
 	Adopt   []adoption `json:"adopt"`
 	Release []adoption `json:"release"`
+	// Move are processes that would be moved into a compartment, by what they are.
+	Move []move `json:"move"`
 	// Conditions are why values that the policy asks for cannot be set on this
 	// node, as status has them.
 	Conditions []cgroup.Condition `json:"conditions"`
@@ -47,7 +49,14 @@ type adoption struct {
 	Processes int    `json:"processes"`
 }
 
-func (p *preview) empty() bool { return len(p.Changes)+len(p.Adopt)+len(p.Release) == 0 }
+type move struct {
+	PID     int    `json:"pid"`
+	Path    string `json:"path"` // the cgroup that it is in now
+	Feature string `json:"feature"`
+	Tenant  string `json:"tenant"`
+}
+
+func (p *preview) empty() bool { return len(p.Changes)+len(p.Adopt)+len(p.Release)+len(p.Move) == 0 }
 
 func (a *app) planCommand() *cobra.Command {
 	cmd := &cobra.Command{
@@ -55,7 +64,8 @@ func (a *app) planCommand() *cobra.Command {
 		Short: "show what applying a policy would change on this node",
 		Long: `Compares a policy with the one in force on this node and shows every difference,
 with what it means for what runs now: connections above a lower limit, memory
-above a lower limit, cgroups that would be adopted. Says which CPU and memory
+above a lower limit, cgroups that would be adopted, processes that would be moved.
+Says which CPU and memory
 values cannot be set here, and why, as status does once it is in force. Changes
 nothing. Works while the agent is down; if nothing is in force, everything is
 new. Needs root.
@@ -115,6 +125,17 @@ func (a *app) preview(ctx context.Context, next *policy.Plan) (*preview, error) 
 	if p.Adopt, p.Release, err = adoptions(tree, snap, next, all); err != nil {
 		return nil, err
 	}
+	placer := cgroup.NewPlacer(tree, next, all)
+	moves, err := placer.Preview()
+	if err != nil {
+		return nil, err
+	}
+	p.Move = []move{}
+	for _, m := range moves {
+		k := next.Compartments[m.Compartment]
+		p.Move = append(p.Move, move{m.PID, m.From, k.Feature, k.Tenant})
+	}
+	p.Conditions = append(p.Conditions, placer.Conditions()...)
 	before, err := conn.Existing(ctx, where, next, agent.Whereabouts(tree, next, all))
 	if err != nil {
 		return nil, err
@@ -321,6 +342,9 @@ func (p *preview) table(w io.Writer) error {
 	}
 	for _, ad := range p.Release {
 		fmt.Fprintf(w, "- release cgroup %s from %s (%s)\n", ad.Path, named(ad.Feature, ad.Tenant), plural(ad.Processes, "process"))
+	}
+	for _, m := range p.Move {
+		fmt.Fprintf(w, "+ move process %d from %s into %s\n", m.PID, m.Path, named(m.Feature, m.Tenant))
 	}
 	return printConditions(w, p.Conditions)
 }

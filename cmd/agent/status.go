@@ -44,6 +44,8 @@ type agentStatus struct {
 	Version string     `json:"version,omitempty"`
 	PID     int        `json:"pid,omitempty"`
 	Since   *time.Time `json:"since,omitempty"`
+	// Processes is about those that match by what they are.
+	Processes *agent.Processes `json:"processes,omitempty"`
 }
 
 type compartment struct {
@@ -220,7 +222,7 @@ func (a *app) status(ctx context.Context) (*status, error) {
 func (a *app) askAgent(ctx context.Context, s *status, where conn.Options) (agent.Info, bool) {
 	info, err := a.client().Info(ctx)
 	if err == nil {
-		s.Agent = agentStatus{Running: true, Version: info.Version, PID: info.PID, Since: &info.Since}
+		s.Agent = agentStatus{Running: true, Version: info.Version, PID: info.PID, Since: &info.Since, Processes: &info.Processes}
 		return info, true
 	}
 	message := err.Error()
@@ -442,7 +444,15 @@ func (s *status) table(w io.Writer) error {
 			policyText = "in force, of another release of bulkhead"
 		}
 	}
-	if err := table(w, []string{"agent", agentText}, []string{"policy", policyText}); err != nil {
+	rows := [][]string{{"agent", agentText}, {"policy", policyText}}
+	if p := s.Agent.Processes; p != nil && p.Watch != "" {
+		how := "the kernel tells of them"
+		if p.Watch == "polling" {
+			how = "looked for ten times a second"
+		}
+		rows = append(rows, []string{"processes", fmt.Sprintf("%d moved into their compartments, %d of them again; %s", p.Moved, p.Lost, how)})
+	}
+	if err := table(w, rows...); err != nil {
 		return err
 	}
 	if len(s.Compartments) > 0 {

@@ -35,6 +35,8 @@ type Info struct {
 	ReloadFailures  uint64  `json:"reload_failures"`
 	SlotsReclaimed  uint64  `json:"slots_reclaimed"`
 	ReconcileErrors uint64  `json:"reconcile_errors"`
+	// Processes is about those that match by what they are.
+	Processes Processes `json:"processes"`
 }
 
 // Outcome is how a reload ended: the answer to POST /v1/reload.

@@ -70,10 +70,10 @@ type agent struct {
 	generation uint32
 	placement  placement
 
-	setup, values, reconcile, pins []cgroup.Condition
-	draining                       string
-	complaints                     map[string]string
-	told                           told
+	setup, values, reconcile, pins, back []cgroup.Condition
+	draining                             string
+	complaints                           map[string]string
+	told                                 told
 
 	tried    string // content hash that was tried last, "" if that is not known
 	last     Outcome
@@ -86,6 +86,12 @@ type agent struct {
 	// full is how many connections without a slot were told, fullTold when.
 	full     uint64
 	fullTold time.Time
+	procs    processes
+	watcher  *treeWatcher // nil if it cannot be had
+	// unwatched: not all cgroups can be watched. lookedAt is when the tree was looked
+	// at last, litter that it had cgroups of ours to remove.
+	unwatched, litter bool
+	lookedAt          time.Time
 	// expireAt is when UDP slots are looked at again.
 	expireAt time.Time
 	// detached: bulkhead detach has asked it to stop.
@@ -133,6 +139,8 @@ func Run(ctx context.Context, o Options) (err error) {
 	if a.tree, err = cgroup.Find(o.CgroupRoot); err != nil {
 		return err
 	}
+	a.procs = processes{tree: a.tree, log: a.log}
+	defer func() { a.procs.close() }()
 	where := conn.Options{CgroupRoot: a.tree.Dir, BPFFS: o.BPFFS}
 	web, err := listenWeb(o.Listen, o.WebConfig)
 	if err != nil {
@@ -255,6 +263,12 @@ func (a *agent) serve(ctx context.Context, stop func(), web *webServer, admin ne
 		_ = adminHTTP.Shutdown(grace)
 	}()
 
+	if a.watcher, err = newTreeWatcher(a.tree.Dir); err != nil {
+		a.log.Warn("cgroups are not watched, only looked for", "every", tickEvery.String(), "error", err.Error())
+	} else {
+		defer a.watcher.close()
+	}
+	a.watchTree()
 	if err := a.ready(); err != nil {
 		return err
 	}
@@ -272,8 +286,32 @@ func (a *agent) loop(ctx context.Context, requests <-chan request, contents <-ch
 	reconcile := time.NewTicker(settleEvery)
 	defer reconcile.Stop()
 	rounds := 0
+	var (
+		changed <-chan struct{}
+		look    <-chan time.Time // when the tree is to be looked at; nil if nothing has happened
+		apart   = lookApart
+	)
+	if a.watcher != nil {
+		changed = a.watcher.wake
+	}
 	for {
+		told, poll := a.procs.wake()
 		select {
+		case <-told:
+			a.complain("place processes", a.procs.told())
+			a.publishIfPlaced()
+		case now := <-poll:
+			a.complain("place processes", a.procs.polled(now))
+			a.publishIfPlaced()
+		case <-changed:
+			if look == nil {
+				look = time.After(time.Until(a.lookedAt.Add(apart)))
+			}
+		case <-look:
+			look = nil
+			begin := time.Now()
+			a.watchTree()
+			apart = min(max(lookApart, time.Since(begin)), lookLatest)
 		case <-ctx.Done():
 			if a.detached.Load() {
 				a.log.Info("stopped by bulkhead detach, which removes the limits", "generation", a.generation)
@@ -332,7 +370,8 @@ func (a *agent) reconcileOnce(ctx context.Context) {
 
 // publish makes what the owner knows readable for others.
 func (a *agent) publish() {
-	conds := slices.Concat(a.setup, a.values, a.reconcile, a.pins)
+	procs, placing := a.procs.says()
+	conds := slices.Concat(a.setup, a.values, a.reconcile, a.pins, a.back, placing)
 	if a.draining != "" {
 		conds = append(conds, cgroup.Condition{Type: "Slices", Status: "False", Reason: "Draining",
 			Message: "not in the policy any more, and still with processes: " + a.draining})
@@ -351,6 +390,7 @@ func (a *agent) publish() {
 		Generation: a.generation, PolicyHash: a.plan.Hash, Conditions: unique,
 		LastReload: a.last, ReloadFailures: a.failures,
 		SlotsReclaimed: a.reclaimed, ReconcileErrors: a.reconcileErrors,
+		Processes: procs,
 	})
 }
 
@@ -368,6 +408,7 @@ func (a *agent) sources() metrics.Sources {
 			return metrics.Agent{
 				Generation: i.Generation, LastReload: i.LastReload.Time, LastReloadSuccessful: i.LastReload.Error == "",
 				ReloadFailures: i.ReloadFailures, SlotsReclaimed: i.SlotsReclaimed, ReconcileErrors: i.ReconcileErrors,
+				ProcessesMoved: i.Processes.Moved, MembershipLost: i.Processes.Lost, ProcessesSkipped: i.Processes.Skipped,
 			}
 		},
 	}

@@ -12,8 +12,9 @@
 //
 // One goroutine, the loop in agent.go, owns everything that changes: the
 // conn.Kernel, the plan in force, the members, the conditions. The others only
-// ask it: the watcher sends it content hashes, the admin socket sends it
-// requests and waits for the answer. What others may read, it publishes as a
+// ask it: the watcher sends it content hashes, the tree's watcher and the
+// kernel's process events wake it, the admin socket sends it requests and waits
+// for the answer. What others may read, it publishes as a
 // value that never changes afterwards (Info, and the list of cgroups for the
 // metrics). Metrics and refusals are read through conn.Readers, which see the
 // kernel's maps and not the owner's state.
@@ -25,7 +26,8 @@
 //	make slices               |
 //	find members          /
 //	conn.Apply              the flip
-//	cgroup values         \  a failure is a Condition: the limits are in force
+//	cgroup values         \
+//	place processes         > a failure is a Condition: the limits are in force
 //	prune old slices      /
 //
 // The start is the same transaction. Slices made for a plan that did not come
@@ -43,6 +45,8 @@
 //	agent.go     Run, the loop, the ticks
 //	reload.go    the transaction, the members
 //	watch.go     when the policy files have new content
+//	tree.go      when cgroups come and go
+//	processes.go who matches by what it is, and is moved
 //	refusals.go  which refusals are news
 //	admin.go     the admin socket; client.go its other end
 //	web.go       the metrics listener

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"reflect"
 	"slices"
 	"strings"
 	"time"
@@ -188,9 +189,31 @@ func (a *agent) commit(plan *policy.Plan) (err error) {
 	a.expireAt = time.Time{}
 	a.setup = conds
 	a.settle(p)
+	a.back = a.tree.SendBack(func(slice string) bool { return places(plan, slice) })
+	a.complain("place processes", a.procs.follow(plan, all))
 	a.prune()
 	a.adopt()
 	return nil
+}
+
+// places reports whether a plan puts processes into a slice by what they are.
+func places(plan *policy.Plan, slice string) bool {
+	return plan.Mode != policy.Observe && slices.ContainsFunc(plan.Compartments, func(c policy.Compartment) bool {
+		return c.Slice == slice && slices.ContainsFunc(plan.Features, func(f policy.Feature) bool {
+			return f.Name == c.Feature && slices.ContainsFunc(f.Match, func(m policy.Match) bool {
+				return m.Tenant == c.Tenant && m.OfProcess()
+			})
+		})
+	})
+}
+
+// publishIfPlaced publishes what was done about processes, if anything was.
+func (a *agent) publishIfPlaced() {
+	was := a.info.Load()
+	now, conds := a.procs.says()
+	if was == nil || !reflect.DeepEqual(was.Processes, now) || len(conds) > 0 {
+		a.publish()
+	}
 }
 
 // adopt counts the connections that are there already and that the plan names.
@@ -326,11 +349,24 @@ func (a *agent) tick() {
 	a.complain("read totals", err)
 	a.tellFull(totals, time.Now())
 	a.expire(time.Now())
+	a.complain("place processes", a.procs.tick(time.Now()))
+	a.publishIfPlaced()
+	switch {
+	case a.watcher == nil || a.unwatched || time.Since(a.lookedAt) >= lookEvery:
+		a.watchTree()
+	case a.litter:
+		a.tidy() // nobody tells that the last process of a cgroup has ended
+	}
+}
 
+// look brings into force what has become of the cgroup tree, and returns it; nil if
+// it could not be read, or not be brought into force.
+func (a *agent) look() []cgroup.Cgroup {
+	a.lookedAt = time.Now()
 	all, err := a.tree.Walk()
 	a.complain("look for new cgroups", err)
 	if err != nil {
-		return
+		return nil
 	}
 	p := place(a.plan, all)
 	if p.missing {
@@ -338,11 +374,11 @@ func (a *agent) tick() {
 		conds, err := a.tree.EnsureSlices(a.plan)
 		a.complain("make slices again", err)
 		if err != nil {
-			return
+			return nil
 		}
 		a.setup = conds
 		if all, err = a.tree.Walk(); err != nil {
-			return
+			return nil
 		}
 		p = place(a.plan, all)
 	}
@@ -350,7 +386,7 @@ func (a *agent) tick() {
 		err := a.kernel.SetMembers(p.members)
 		a.complain("tell the kernel of cgroups", err)
 		if err != nil {
-			return // and try again in a second
+			return nil // and try again in a second
 		}
 		appeared, gone := cgroup.Diff(a.placement.adopted, p.adopted)
 		a.logAdopted("adopted a cgroup", appeared)
@@ -358,12 +394,18 @@ func (a *agent) tick() {
 		a.settle(p)
 		a.publish()
 	}
-	if slices.ContainsFunc(all, func(c cgroup.Cgroup) bool { return a.unused(c) }) {
-		before := a.draining
-		a.prune()
-		if a.draining != before {
-			a.publish()
-		}
+	if a.litter = slices.ContainsFunc(all, func(c cgroup.Cgroup) bool { return a.unused(c) }); a.litter {
+		a.tidy()
+	}
+	return all
+}
+
+// tidy removes what is not used any more.
+func (a *agent) tidy() {
+	before := a.draining
+	a.prune()
+	if a.draining != before {
+		a.publish()
 	}
 }
 

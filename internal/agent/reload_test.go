@@ -49,7 +49,7 @@ func TestLoadRefuses(t *testing.T) {
 		{"empty", "", ""},
 		{"half", aPolicy[:len(aPolicy)/2], ""},
 		{"names", strings.Replace(aPolicy, "cidrs: [127.0.0.1/32]", "hosts: [api.example.com]", 1), "provider local: names are not built yet"},
-		{"unit", strings.Replace(aPolicy, `cgroup: "/app/*"`, "unit: chat.service", 1), "match by unit is not built yet"},
+		{"container", strings.Replace(aPolicy, `cgroup: "/app/*"`, "container: {name: chat}", 1), "match by container is not built yet"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			if _, err := loaded(t, c.text); err == nil || !strings.Contains(err.Error(), c.want) {

@@ -31,6 +31,12 @@ type Agent struct {
 	ReloadFailures       uint64
 	SlotsReclaimed       uint64
 	ReconcileErrors      uint64
+	// ProcessesMoved were put into the compartment that they match, MembershipLost of
+	// them were found elsewhere later. ProcessesSkipped matched and were not moved, by
+	// reason.
+	ProcessesMoved   uint64
+	MembershipLost   uint64
+	ProcessesSkipped map[string]uint64
 }
 
 // Sources are read at scrape time, from several goroutines but each by one at
@@ -77,6 +83,8 @@ type descs struct {
 	waiting, stalled, oomKills, memory            *prometheus.Desc
 	generation, reloadOK, reloadTime, reloadFails *prometheus.Desc
 	reclaimed, reconcileErrors                    *prometheus.Desc
+	processesMoved, membershipLost                *prometheus.Desc
+	processesSkipped                              *prometheus.Desc
 	slots, slotsMax, slotsFull                    *prometheus.Desc
 	underflow, refusedEarlier, uncounted          *prometheus.Desc
 	scrapeOK, buildInfo                           *prometheus.Desc
@@ -119,6 +127,10 @@ func newDescs() descs {
 		reclaimed:       desc("slots_reclaimed_total", "Slots that reconciling freed because their connection was gone."),
 		reconcileErrors: desc("reconcile_errors_total", "Network namespaces or tables that reconciling could not read; nothing is freed there."),
 
+		processesMoved:   desc("processes_moved_total", "Processes that were moved into the compartment that they match by exe, cmdline or user."),
+		membershipLost:   desc("membership_lost_total", "Processes that had been moved into their compartment and were found outside of it later."),
+		processesSkipped: desc("processes_skipped_total", "Looks at a process that matches and may not be moved: it is in a unit, scope or directory that somebody manages (managed), in a container, protected, started by bulkhead exec (explicit), it ended meanwhile (gone), cannot be read (unreadable), or the kernel or systemd refused.", "reason"),
+
 		slots:          desc("slots", "Connections that hold a slot now."),
 		slotsMax:       desc("slots_max", "Connections that can hold a slot at one time."),
 		slotsFull:      desc("slots_full_total", "Connections that found no room for their slot: let through uncounted, or refused where the policy says exhausted: refuse."),
@@ -138,6 +150,7 @@ func (c *Collector) Describe(ch chan<- *prometheus.Desc) {
 		d.current, d.max, d.accepted, d.rejected, d.wouldReject, d.bytes, d.connections, d.open, d.idle,
 		d.cpuUsage, d.cpuPeriods, d.cpuThrottledPeriods, d.cpuThrottled, d.waiting, d.stalled, d.oomKills, d.memory,
 		d.generation, d.reloadOK, d.reloadTime, d.reloadFails, d.reclaimed, d.reconcileErrors,
+		d.processesMoved, d.membershipLost, d.processesSkipped,
 		d.slots, d.slotsMax, d.slotsFull, d.underflow, d.refusedEarlier, d.uncounted, d.scrapeOK, d.buildInfo,
 	} {
 		ch <- desc
@@ -183,6 +196,11 @@ func (c *Collector) collectAgent(put emit) {
 	put(c.d.reloadFails, prometheus.CounterValue, float64(a.ReloadFailures))
 	put(c.d.reclaimed, prometheus.CounterValue, float64(a.SlotsReclaimed))
 	put(c.d.reconcileErrors, prometheus.CounterValue, float64(a.ReconcileErrors))
+	put(c.d.processesMoved, prometheus.CounterValue, float64(a.ProcessesMoved))
+	put(c.d.membershipLost, prometheus.CounterValue, float64(a.MembershipLost))
+	for reason, n := range a.ProcessesSkipped {
+		put(c.d.processesSkipped, prometheus.CounterValue, float64(n), reason)
+	}
 }
 
 func (c *Collector) collectConnections(put emit, s *conn.Snapshot) {

@@ -60,7 +60,8 @@ func someCgroups() []Cgroup {
 }
 
 func anAgent() Agent {
-	return Agent{Generation: 3, LastReload: time.UnixMilli(1_700_000_000_250), LastReloadSuccessful: true, ReloadFailures: 2, SlotsReclaimed: 5, ReconcileErrors: 6}
+	return Agent{Generation: 3, LastReload: time.UnixMilli(1_700_000_000_250), LastReloadSuccessful: true, ReloadFailures: 2, SlotsReclaimed: 5, ReconcileErrors: 6,
+		ProcessesMoved: 7, MembershipLost: 8, ProcessesSkipped: map[string]uint64{"managed": 9, "gone": 0}}
 }
 
 func fixed() Sources {
@@ -135,6 +136,9 @@ bulkhead_cpu_usage_seconds_total{feature_group="chat",tenant="free"} 1.5
 # TYPE bulkhead_max_concurrent gauge
 bulkhead_max_concurrent{feature_group="",provider="other",scope="provider",tenant=""} 0
 bulkhead_max_concurrent{feature_group="chat",provider="deepseek",scope="feature_provider",tenant=""} 15
+# HELP bulkhead_membership_lost_total Processes that had been moved into their compartment and were found outside of it later.
+# TYPE bulkhead_membership_lost_total counter
+bulkhead_membership_lost_total 8
 # HELP bulkhead_memory_current_bytes Memory of the compartment's own cgroups; that of a nested compartment counts there only.
 # TYPE bulkhead_memory_current_bytes gauge
 bulkhead_memory_current_bytes{feature_group="chat",tenant=""} 3000
@@ -162,6 +166,13 @@ bulkhead_pressure_stalled_seconds_total{feature_group="chat",resource="cpu",tena
 # TYPE bulkhead_pressure_waiting_seconds_total counter
 bulkhead_pressure_waiting_seconds_total{feature_group="chat",resource="cpu",tenant=""} 2.5
 bulkhead_pressure_waiting_seconds_total{feature_group="chat",resource="io",tenant=""} 0.25
+# HELP bulkhead_processes_moved_total Processes that were moved into the compartment that they match by exe, cmdline or user.
+# TYPE bulkhead_processes_moved_total counter
+bulkhead_processes_moved_total 7
+# HELP bulkhead_processes_skipped_total Looks at a process that matches and may not be moved: it is in a unit, scope or directory that somebody manages (managed), in a container, protected, started by bulkhead exec (explicit), it ended meanwhile (gone), cannot be read (unreadable), or the kernel or systemd refused.
+# TYPE bulkhead_processes_skipped_total counter
+bulkhead_processes_skipped_total{reason="gone"} 0
+bulkhead_processes_skipped_total{reason="managed"} 9
 # HELP bulkhead_reconcile_errors_total Network namespaces or tables that reconciling could not read; nothing is freed there.
 # TYPE bulkhead_reconcile_errors_total counter
 bulkhead_reconcile_errors_total 6

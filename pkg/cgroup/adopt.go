@@ -2,9 +2,8 @@ package cgroup
 
 import (
 	"path"
+	"slices"
 	"strings"
-
-	"github.com/bmatcuk/doublestar/v4"
 
 	"bulkhead/pkg/policy"
 )
@@ -17,31 +16,14 @@ type Adopted struct {
 }
 
 // Adopt returns the cgroups of a walk that the plan's match items name, sorted
-// as the walk is. Only items with no key but cgroup take part (Unsupported
-// names the others). The first item that matches wins, in the order of the
-// file. A cgroup is left out if its nearest adopted ancestor belongs to the
+// as the walk is. Only items whose keys are all about cgroups (unit, cgroup)
+// take part: the others are for a Placer. The first item that matches wins, in
+// the order of the file. A cgroup is left out if its nearest adopted ancestor belongs to the
 // same compartment, which covers it. The tree's root, our own slices, and what
 // is Protected, at and below, are never adopted: a wide glob must neither lock
 // anybody out of sshd nor give it the values of a batch job.
 func Adopt(plan *policy.Plan, all []Cgroup) []Adopted {
-	type name struct{ feature, tenant string }
-	ids := make(map[name]uint32, len(plan.Compartments))
-	for i, c := range plan.Compartments {
-		ids[name{c.Feature, c.Tenant}] = uint32(i)
-	}
-	type item struct {
-		glob        string
-		compartment uint32
-	}
-	var items []item
-	for _, f := range plan.Features {
-		for _, m := range f.Match {
-			id, ok := ids[name{f.Name, m.Tenant}]
-			if ok && m.Cgroup != "" && len(otherKeys(m)) == 0 {
-				items = append(items, item{m.Cgroup, id})
-			}
-		}
-	}
+	items := slices.DeleteFunc(itemsOf(plan), item.OfProcess)
 
 	var out []Adopted
 	protected := make(map[string]bool) // at and below
@@ -61,7 +43,7 @@ func Adopt(plan *policy.Plan, all []Cgroup) []Adopted {
 			inside[c.Path] = around
 		}
 		for _, it := range items {
-			if !match(it.glob, c.Path) {
+			if !it.matchesCgroup(c.Path) {
 				continue
 			}
 			if !covered || around != it.compartment {
@@ -72,16 +54,6 @@ func Adopt(plan *policy.Plan, all []Cgroup) []Adopted {
 		}
 	}
 	return out
-}
-
-// match takes a name as it is before it takes it as a glob: unit names have
-// backslashes of their own (foo\x2dbar.service). A trailing slash means nothing.
-func match(glob, name string) bool {
-	if glob == name {
-		return true
-	}
-	ok, err := doublestar.Match(strings.TrimSuffix(glob, "/"), name)
-	return ok && err == nil
 }
 
 // Diff says which adopted cgroups appeared and which disappeared. A cgroup
@@ -101,40 +73,6 @@ func Diff(before, after []Adopted) (appeared, gone []Adopted) {
 		return out
 	}
 	return missing(after, before), missing(before, after)
-}
-
-// Unsupported returns one *policy.Error for every match item with a key that
-// cannot be matched yet, at its place and naming the keys.
-func Unsupported(plan *policy.Plan) []error {
-	var out []error
-	for _, f := range plan.Features {
-		for _, m := range f.Match {
-			if keys := otherKeys(m); len(keys) > 0 {
-				out = append(out, m.Place.Errorf("feature %s: match by %s is not built yet: match by cgroup, or start the workload with bulkhead exec --feature %s",
-					f.Name, strings.Join(keys, ", "), f.Name))
-			}
-		}
-	}
-	return out
-}
-
-func otherKeys(m policy.Match) []string {
-	var keys []string
-	for _, k := range []struct {
-		name string
-		set  bool
-	}{
-		{"unit", m.Unit != ""},
-		{"exe", m.Exe != ""},
-		{"cmdline", m.Cmdline != ""},
-		{"user", m.User != ""},
-		{"container", len(m.Container) > 0},
-	} {
-		if k.set {
-			keys = append(keys, k.name)
-		}
-	}
-	return keys
 }
 
 // Protected returns the cgroups of a walk that a plan's protect list names:

@@ -43,6 +43,10 @@ type Backend interface {
 	// the leaf's path (see Tree.Enter).
 	Enter(slice string) (string, error)
 
+	// Move moves a process, all its threads, into a leaf of a slice that exists. The
+	// leaf is made if there is none.
+	Move(leaf string, pid int) error
+
 	// Release gives back what slices of ours hold of controllers, and at the root what was
 	// turned on for them and nobody else has come to use. all is a walk of the tree. What
 	// cannot be given back stays.

@@ -47,6 +47,8 @@ const (
 	TypeCPU    = "CPU"
 	TypeMemory = "Memory"
 	TypePids   = "Pids"
+	// TypePlacement is about processes that a policy names by what they are.
+	TypePlacement = "Placement"
 )
 
 // Reasons of conditions.
@@ -75,6 +77,15 @@ const (
 	// ReasonSystemdUnreachable: a systemd runs the tree and cannot be asked, so what
 	// is written to its files is lost with its next daemon-reload.
 	ReasonSystemdUnreachable = "SystemdUnreachable"
+	// ReasonNotLoose: a process that matches is in a unit, scope or container of somebody
+	// else's, out of which none is moved.
+	ReasonNotLoose = "NotLoose"
+	// ReasonNamespaced: from a private cgroup namespace processes cannot be moved.
+	ReasonNamespaced = "PrivateCgroupNamespace"
+	// ReasonUnknownUser: a policy names a user that the node does not know.
+	ReasonUnknownUser = "UnknownUser"
+	// ReasonStays: a process that was moved cannot go back to where it came from.
+	ReasonStays = "Stays"
 	// ReasonWriteFailed: the kernel or another writer refused a value.
 	ReasonWriteFailed = "WriteFailed"
 )

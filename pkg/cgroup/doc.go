@@ -14,6 +14,9 @@
 //	adopted := cgroup.Adopt(plan, all)         // ids and levels for the kernel
 //	...the plan comes into force...
 //	conds, err = tree.SetValues(plan, adopted) // after it
+//	tree.SendBack(keep)                        // processes that it no longer places
+//	placer := cgroup.NewPlacer(tree, plan, all)
+//	placer.Pass()                              // those that match by what they are
 //	left, err := tree.Prune(plan)              // what the plan no longer names
 //
 // Every step may be repeated at any time: each compares what is with what
@@ -37,7 +40,8 @@
 //
 // Below Tree.Dir ours are /bulkhead.slice, the slices in it that are named
 // bulkhead-<feature>.slice and bulkhead-<feature>-<tenant>.slice, and leaves
-// named exec-<pid>.scope in those. Nothing else is ever created or removed.
+// in those: exec-<pid>.scope of commands, match-<origin>-<feature>.scope of
+// processes that were moved. Nothing else is ever created or removed.
 // Processes live in leaves only, so that controllers can be turned on above
 // them at any time.
 //
@@ -62,7 +66,10 @@
 //	originals.go  what we replaced in cgroups of others
 //	backend.go    the interface, and cgroupfs behind it
 //	systemd.go    systemd behind it
-//	adopt.go      match by cgroup, the protect list
+//	match.go      items of match lists
+//	adopt.go      which cgroups they name, the protect list
+//	process.go    what /proc says of a process
+//	placer.go     which processes they name, and what to do with those
 //	inherit.go    the nearest placed cgroup decides
 //	usage.go      CPU time that counts once
 //	enter.go      placement for bulkhead exec

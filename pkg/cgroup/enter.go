@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path"
+	"strconv"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -48,6 +49,29 @@ func (b cgroupfs) Enter(slice string) (string, error) {
 		err = fmt.Errorf("%w: processes cannot be moved across its border; run in the host's cgroup namespace", ErrNamespaced)
 	}
 	return "", fmt.Errorf("enter slice %s: %w", slice, err)
+}
+
+func (b cgroupfs) Move(leaf string, pid int) error {
+	t := b.t
+	for range enterTries {
+		err := os.Mkdir(t.path(leaf), 0o755)
+		if err != nil && !errors.Is(err, unix.EEXIST) {
+			return fmt.Errorf("make cgroup %s: %w", leaf, err)
+		}
+		err = t.write(leaf, "cgroup.procs", strconv.Itoa(pid))
+		if err == nil {
+			return nil
+		}
+		// Somebody prunes what is empty.
+		if !gone(err) || t.has(leaf, "cgroup.procs") {
+			cure := ""
+			if errors.Is(err, unix.EINVAL) {
+				cure = " (a kernel with CONFIG_RT_GROUP_SCHED moves no realtime threads)"
+			}
+			return fmt.Errorf("move process %d to cgroup %s: %w%s", pid, leaf, err, cure)
+		}
+	}
+	return fmt.Errorf("move process %d: cgroup %s: %w", pid, leaf, ErrGone)
 }
 
 // leafNameOf is the name of the calling process's leaf. Another pid namespace may have the

@@ -90,6 +90,32 @@ var helpers = map[string]func(args []string) error{
 	},
 	// namespaced HOST OWN sees the tree from inside a private namespace.
 	"namespaced": seenFromInside,
+	// headless ends its first thread, and goes on.
+	"headless": func([]string) error {
+		go func() {
+			defer os.Exit(0)
+			fmt.Println("ready")
+			_, _ = io.Copy(io.Discard, os.Stdin)
+		}()
+		// TestMain runs in the first thread: it was locked to it by init of the runtime.
+		unix.RawSyscall(unix.SYS_EXIT, 0, 0, 0)
+		return nil
+	},
+	// forks MARK N makes N children that wait as it does.
+	"forks": func(args []string) error {
+		n, err := strconv.Atoi(args[1])
+		if err != nil {
+			return err
+		}
+		go func() {
+			for range n {
+				cmd := exec.Command("/bin/cat")
+				cmd.Stdin = os.Stdin
+				_ = cmd.Start()
+			}
+		}()
+		return ready("")
+	},
 	// bound DIR POINT finds DIR mounted at POINT.
 	"bound": func(args []string) error {
 		if err := unix.Mount(args[0], args[1], "", unix.MS_BIND, ""); err != nil {

@@ -19,7 +19,10 @@ var (
 
 func isSlice(p string) bool { return slicePath.MatchString(p) }
 
-func isLeaf(p string) bool { return leafName.MatchString(path.Base(p)) && isSlice(path.Dir(p)) }
+// isLeaf is true of what holds processes: commands of exec, and what was moved.
+func isLeaf(p string) bool {
+	return isMatchLeaf(p) || leafName.MatchString(path.Base(p)) && isSlice(path.Dir(p))
+}
 
 // controllers are turned on for slices where the tree has them.
 var controllers = []string{"cpu", "memory", "pids"}
@@ -179,6 +182,7 @@ func (t *Tree) Remove() ([]Left, []Condition, error) {
 	if err != nil {
 		return nil, conds, err
 	}
+	conds = append(conds, t.SendBack(func(string) bool { return false })...)
 	left, err := t.prune(nil)
 	if err != nil {
 		return left, conds, err

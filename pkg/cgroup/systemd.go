@@ -476,3 +476,35 @@ func (b *systemd) Enter(slice string) (string, error) {
 	}
 	return "", fmt.Errorf("enter %s: %w", unitOf(slice), err)
 }
+
+// Move has systemd make a scope of the process. One that comes later is put into the
+// scope that is there by its file: it is delegated to us, as systemd moves nobody into a
+// scope that is not.
+func (b *systemd) Move(leaf string, pid int) error {
+	unit, slice := unitOf(leaf), path.Dir(leaf)
+	var err error
+	for range enterTries {
+		if b.t().has(leaf, "cgroup.procs") {
+			if err = b.t().write(leaf, "cgroup.procs", strconv.Itoa(pid)); err == nil || !gone(err) {
+				break
+			}
+		}
+		err = b.job("start "+unit, func(ctx context.Context, c *systemd1.Conn, done chan<- string) error {
+			_, err := c.StartTransientUnitContext(ctx, unit, "fail", []systemd1.Property{
+				systemd1.PropDescription("processes that match bulkhead's policy"), systemd1.PropSlice(unitOf(slice)),
+				set("PIDs", []uint32{uint32(pid)}), set("Delegate", true),
+				set("CollectMode", "inactive-or-failed"),
+			}, done)
+			return err
+		})
+		var answer dbus.Error
+		if errors.As(err, &answer) && answer.Name == "org.freedesktop.systemd1.UnitExists" {
+			continue // made, or ended, in this moment
+		}
+		break
+	}
+	if err != nil {
+		return fmt.Errorf("move process %d to %s: %w", pid, unit, err)
+	}
+	return nil
+}

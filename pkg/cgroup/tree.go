@@ -347,13 +347,18 @@ func (t *Tree) Of(pid int) (Cgroup, error) {
 	if t.Namespaced {
 		return t.search(pid)
 	}
-	p, err := procCgroup(strconv.Itoa(pid))
+	return t.below(strconv.Itoa(pid))
+}
+
+// below is Of for what has a directory in /proc: a process, or a thread of one.
+func (t *Tree) below(pid string) (Cgroup, error) {
+	p, err := procCgroup(pid)
 	if err != nil {
 		return Cgroup{}, err
 	}
 	rel, ok := strings.CutPrefix(p, t.abs)
 	if !ok || rel != "" && rel[0] != '/' {
-		return Cgroup{}, fmt.Errorf("process %d is in cgroup %s: %w %s", pid, p, ErrOutside, t.Dir)
+		return Cgroup{}, fmt.Errorf("process %s is in cgroup %s: %w %s", pid, p, ErrOutside, t.Dir)
 	}
 	return t.Get(rel)
 }

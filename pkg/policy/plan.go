@@ -225,6 +225,10 @@ type Match struct {
 	Place Place `json:"-"`
 }
 
+// OfProcess reports whether an item is about what a process is, and not only
+// about where it is.
+func (m Match) OfProcess() bool { return m.Exe != "" || m.Cmdline != "" || m.User != "" }
+
 // Compartment is a feature, or a feature x tenant. Its id is its index.
 type Compartment struct {
 	Feature string `json:"feature"`

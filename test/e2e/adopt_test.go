@@ -10,6 +10,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -46,6 +47,22 @@ features:
 		t.Errorf("it was in %s and is in %s (%v)", place, now, err)
 	}
 	wantWords(t, n.must("explain", "--from", "/apps/batch-1"), "compartment batch", "/apps/batch-1 (adopted by batch's match)")
+
+	// As they appear, and not by the look every ten seconds that finds what was missed.
+	begin := time.Now()
+	for i := range 5 {
+		name := fmt.Sprintf("/apps/batch-new%d", i)
+		n.Mkdir(name[1:])
+		kerneltest.Poll(t, name+" is adopted", func() error {
+			if got := n.status().cgroups("batch"); !slices.Contains(got, name) {
+				return fmt.Errorf("%v", got)
+			}
+			return nil
+		})
+	}
+	if took := time.Since(begin); took > 25*time.Second {
+		t.Errorf("five cgroups were adopted after %v: nobody tells of them", took)
+	}
 
 	// Two levels down, too.
 	second := n.Mkdir("apps/batch-2/pod/container")

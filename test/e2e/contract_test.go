@@ -37,10 +37,11 @@ type status struct {
 
 // agentStatus has nothing but running while no agent runs.
 type agentStatus struct {
-	Running bool      `json:"running"`
-	Version string    `json:"version" extra:""`
-	PID     int       `json:"pid" extra:""`
-	Since   time.Time `json:"since" extra:""`
+	Running   bool      `json:"running"`
+	Version   string    `json:"version" extra:""`
+	PID       int       `json:"pid" extra:""`
+	Since     time.Time `json:"since" extra:""`
+	Processes processes `json:"processes" extra:""`
 }
 
 type compartment struct {
@@ -475,7 +476,7 @@ func TestStatusConditions(t *testing.T) {
 	a.kill()
 	n.wantRun(1, nil, "status", "--check")
 	s = n.status()
-	if s.Agent != (agentStatus{}) || s.Generation == 0 || s.condition("Agent") == nil {
+	if !reflect.DeepEqual(s.Agent, agentStatus{}) || s.Generation == 0 || s.condition("Agent") == nil {
 		t.Errorf("without an agent: generation %d, agent %+v, conditions %+v", s.Generation, s.Agent, s.Conditions)
 	}
 	wantWords(t, n.must("status"), "not running", "chat")
@@ -523,6 +524,9 @@ func TestMetricNames(t *testing.T) {
 		"bulkhead_policy_reload_failures_total":         {},
 		"bulkhead_slots_reclaimed_total":                {},
 		"bulkhead_reconcile_errors_total":               {},
+		"bulkhead_processes_moved_total":                {},
+		"bulkhead_membership_lost_total":                {},
+		"bulkhead_processes_skipped_total":              {"reason"},
 	} {
 		if there, ok := got[name]; !ok || !slices.Equal(there, labels) {
 			t.Errorf("%s has labels %v (there: %t), want %v", name, there, ok, labels)

@@ -1,0 +1,146 @@
+package cgroup
+
+import (
+	"os/user"
+	"path"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/bmatcuk/doublestar/v4"
+
+	"bulkhead/pkg/policy"
+)
+
+// item is one item of a plan's match lists, ready to be compared. Items stand
+// in the order of the file, in which the first that matches wins.
+type item struct {
+	policy.Match
+	feature     string
+	compartment uint32 // index into Plan.Compartments
+	cmdline     *regexp.Regexp
+	// uid is whom User names; known is false for a name that this node does not
+	// know, which matches nobody.
+	uid   uint32
+	known bool
+}
+
+// itemsOf are the items of a plan that can be matched.
+func itemsOf(plan *policy.Plan) []item {
+	type name struct{ feature, tenant string }
+	ids := make(map[name]uint32, len(plan.Compartments))
+	for i, c := range plan.Compartments {
+		ids[name{c.Feature, c.Tenant}] = uint32(i)
+	}
+	var out []item
+	for _, f := range plan.Features {
+		for _, m := range f.Match {
+			id, ok := ids[name{f.Name, m.Tenant}]
+			if !ok || len(unbuiltKeys(m)) > 0 {
+				continue
+			}
+			it := item{Match: m, feature: f.Name, compartment: id}
+			if m.Cmdline != "" {
+				re, err := regexp.Compile(m.Cmdline)
+				if err != nil {
+					continue // the policy was checked: a plan of another release
+				}
+				it.cmdline = re
+			}
+			if m.User != "" {
+				it.uid, it.known = uidOf(m.User)
+			}
+			out = append(out, it)
+		}
+	}
+	return out
+}
+
+// uidOf resolves a user's name or number, by this node's user database.
+func uidOf(name string) (uint32, bool) {
+	if n, err := strconv.ParseUint(name, 10, 32); err == nil {
+		return uint32(n), true
+	}
+	u, err := user.Lookup(name)
+	if err != nil {
+		return 0, false
+	}
+	n, err := strconv.ParseUint(u.Uid, 10, 32)
+	return uint32(n), err == nil
+}
+
+// matchesCgroup compares the keys that are about cgroups with one cgroup.
+func (it item) matchesCgroup(p string) bool {
+	if it.Unit != "" && !(isUnit(path.Base(p)) && match(it.Unit, path.Base(p))) {
+		return false
+	}
+	return it.Cgroup == "" || match(it.Cgroup, p)
+}
+
+// around reports whether the keys that are about cgroups hold for a cgroup, or
+// for one that it is in.
+func (it item) around(p string) bool {
+	if it.Unit == "" && it.Cgroup == "" {
+		return true
+	}
+	for ; p != "/" && p != "."; p = path.Dir(p) {
+		if it.matchesCgroup(p) {
+			return true
+		}
+	}
+	return false
+}
+
+// match takes a name as it is before it takes it as a glob: unit names have
+// backslashes of their own (foo\x2dbar.service). A trailing slash means nothing.
+func match(glob, name string) bool {
+	if glob == name {
+		return true
+	}
+	ok, err := doublestar.Match(strings.TrimSuffix(glob, "/"), name)
+	return ok && err == nil
+}
+
+// unitTypes are the kinds of unit that have a cgroup (systemd.unit(5)).
+var unitTypes = [...]string{".service", ".scope", ".slice", ".socket", ".mount", ".swap"}
+
+// isUnit reports whether a directory's name is that of a unit.
+func isUnit(name string) bool {
+	return slices.ContainsFunc(unitTypes[:], func(t string) bool { return strings.HasSuffix(name, t) && name != t })
+}
+
+// unitAround is the outermost unit that a cgroup is or is in and that has
+// processes which somebody manages, "" if there is none. A slice only groups.
+func unitAround(p string) string {
+	at := ""
+	for _, name := range strings.Split(strings.TrimPrefix(p, "/"), "/") {
+		at += "/" + name
+		if isUnit(name) && !strings.HasSuffix(name, ".slice") {
+			return at
+		}
+	}
+	return ""
+}
+
+// Unsupported returns one *policy.Error for every match item with a key that
+// cannot be matched yet, at its place and naming the keys.
+func Unsupported(plan *policy.Plan) []error {
+	var out []error
+	for _, f := range plan.Features {
+		for _, m := range f.Match {
+			if keys := unbuiltKeys(m); len(keys) > 0 {
+				out = append(out, m.Place.Errorf("feature %s: match by %s is not built yet: match by unit or cgroup, or start the workload with bulkhead exec --feature %s",
+					f.Name, strings.Join(keys, ", "), f.Name))
+			}
+		}
+	}
+	return out
+}
+
+func unbuiltKeys(m policy.Match) []string {
+	if len(m.Container) > 0 {
+		return []string{"container"}
+	}
+	return nil
+}

@@ -1,0 +1,541 @@
+package cgroup
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"bulkhead/pkg/policy"
+)
+
+// passes bounds how often all processes are looked at again while those that
+// are moved go on forking.
+const passes = 10
+
+// Placer puts processes that match a policy by what they are (exe, cmdline,
+// user) into their compartments, with all their descendants.
+//
+// Only loose processes are moved: those in the tree's root, in a slice, or in a
+// directory of nobody's. Never is one moved out of a unit, a scope or a
+// container that somebody else manages, whose stop, watchdog, limits and logs
+// would end for it: that is a Condition which names the cure.
+//
+// It is told of each process that begins, becomes another program or another
+// user; Pass finds all that there are. It is not for more than one goroutine.
+type Placer struct {
+	tree      *Tree
+	plan      *policy.Plan
+	items     []item
+	protected map[string]bool
+	self      int
+	pidNS     string
+
+	// followed are the processes that match and those that come of them.
+	followed map[int]follow
+	refused  map[refusal]int // pid of the first
+	counts   Placed
+	moved    []Moved
+	seen     map[int]time.Time // by Poll, and since when
+	// dry: nothing is moved, only told.
+	dry bool
+}
+
+// follow is a process that belongs to a compartment.
+type follow struct {
+	start       uint64
+	compartment uint32
+	// at is where it was put, so that one that somebody moves elsewhere is noticed.
+	at string
+}
+
+// refusal is a place out of which a compartment's processes are not moved.
+type refusal struct {
+	compartment uint32
+	cgroup, why string
+}
+
+// Placed counts what a Placer did since it was made.
+type Placed struct {
+	Moved uint64 // processes moved into a compartment
+	Lost  uint64 // of these, later found elsewhere: somebody else had moved them
+	// Skipped are looks at what matches and cannot be moved, by why: see SkipReasons.
+	Skipped map[string]uint64
+}
+
+// SkipReasons are the reasons for which a process that matches is not moved:
+// managed by somebody else, in a container, protected, started by bulkhead exec
+// (explicit), ended meanwhile (gone), unreadable, refused by the kernel or systemd.
+func SkipReasons() []string {
+	return []string{"managed", "container", "protected", "explicit", "gone", "unreadable", "refused"}
+}
+
+// Moved is one move.
+type Moved struct {
+	PID         int
+	Compartment uint32
+	From, To    string // cgroups
+}
+
+// NewPlacer returns the placer of a plan. Its conditions name users that this
+// node does not know.
+func NewPlacer(t *Tree, plan *policy.Plan, all []Cgroup) *Placer {
+	p := &Placer{tree: t, plan: plan, followed: map[int]follow{}, refused: map[refusal]int{},
+		protected: map[string]bool{}, self: os.Getpid(), counts: Placed{Skipped: map[string]uint64{}}}
+	p.items = itemsOf(plan)
+	if plan.Mode == policy.Observe || !slices.ContainsFunc(p.items, item.OfProcess) {
+		p.items = nil
+	}
+	for _, c := range Protected(plan, all) {
+		p.protected[c.Path] = true
+	}
+	p.pidNS, _ = os.Readlink("/proc/self/ns/pid")
+	return p
+}
+
+// Needed reports whether the plan asks for processes to be placed at all.
+func (p *Placer) Needed() bool { return len(p.items) > 0 }
+
+// Follow takes over what an earlier placer followed, as far as the plan still
+// has the compartments.
+func (p *Placer) Follow(before *Placer) {
+	if before == nil || !p.Needed() {
+		return
+	}
+	for pid, f := range before.followed {
+		was := before.plan.Compartments[f.compartment]
+		for i, c := range p.plan.Compartments {
+			if c.Feature == was.Feature && c.Tenant == was.Tenant && p.places(uint32(i)) {
+				f.compartment = uint32(i)
+				p.followed[pid] = f
+			}
+		}
+	}
+	p.seen = before.seen
+	p.counts.Moved, p.counts.Lost = before.counts.Moved, before.counts.Lost
+	for why, n := range before.counts.Skipped {
+		p.counts.Skipped[why] = n
+	}
+}
+
+// places reports whether an item puts processes into a compartment.
+func (p *Placer) places(compartment uint32) bool {
+	return slices.ContainsFunc(p.items, func(it item) bool { return it.OfProcess() && it.compartment == compartment })
+}
+
+// Pass looks at every process, until a look finds none to move. The error is
+// for a /proc that cannot be read.
+func (p *Placer) Pass() error {
+	if !p.Needed() {
+		return nil
+	}
+	if p.tree.Namespaced {
+		return nil // Conditions tells
+	}
+	p.refused = map[refusal]int{}
+	for range passes {
+		pids, err := processes()
+		if err != nil {
+			return fmt.Errorf("look for processes: %w", err)
+		}
+		// Parents mostly have the smaller number: their children find them followed.
+		slices.Sort(pids)
+		before := p.counts.Moved
+		there := make(map[int]bool, len(pids))
+		for _, pid := range pids {
+			there[pid] = true
+			p.Look(pid)
+		}
+		for pid := range p.followed {
+			if !there[pid] {
+				delete(p.followed, pid)
+			}
+		}
+		if p.counts.Moved == before {
+			break
+		}
+	}
+	return nil
+}
+
+// Verify finds those that somebody has moved out of their compartments, and
+// forgets those that have ended. It reads the compartments' lists, however many
+// processes are in them, and no process.
+func (p *Placer) Verify() {
+	inside := map[int]bool{}
+	for i, c := range p.plan.Compartments {
+		if !p.places(uint32(i)) {
+			continue
+		}
+		all, err := p.tree.walk(c.Slice)
+		if err != nil {
+			return // and again
+		}
+		for _, c := range all {
+			pids, err := p.tree.pids(c.Path)
+			if err != nil && !gone(err) {
+				return
+			}
+			for _, pid := range pids {
+				inside[pid] = true
+			}
+		}
+	}
+	for pid, f := range p.followed {
+		if f.at != "" && !inside[pid] {
+			p.Look(pid)
+		}
+	}
+	for r, pid := range p.refused {
+		if _, err := processOf(pid); err != nil {
+			delete(p.refused, r)
+			delete(p.followed, pid)
+		}
+	}
+}
+
+// young is for how long a process is looked at again by Poll: it may become
+// another program.
+const young = 2 * time.Second
+
+// Poll looks at the processes that it has not seen before, and at the young. It
+// stands in where nobody tells of them.
+func (p *Placer) Poll(now time.Time) error {
+	pids, err := processes()
+	if err != nil {
+		return fmt.Errorf("look for processes: %w", err)
+	}
+	slices.Sort(pids)
+	seen := make(map[int]time.Time, len(pids))
+	for _, pid := range pids {
+		first, known := p.seen[pid]
+		if !known {
+			first = now
+		}
+		seen[pid] = first
+		if now.Sub(first) < young {
+			p.Look(pid)
+		}
+	}
+	p.seen = seen
+	return nil
+}
+
+// Preview returns the moves that a first Pass would make, and makes none.
+// Conditions then are those that it would have. It is for a placer that does
+// nothing else.
+func (p *Placer) Preview() ([]Moved, error) {
+	p.dry = true
+	err := p.Pass()
+	return p.Moves(), err
+}
+
+// Forked is told that a process has made another. Nearly always it is where it
+// should be, or nobody's concern.
+func (p *Placer) Forked(parent, child int) {
+	if _, ok := p.followed[parent]; ok {
+		p.Look(child)
+	}
+}
+
+// Look places one process, if it is to be placed.
+func (p *Placer) Look(pid int) {
+	if pid == p.self || pid <= 1 || !p.Needed() {
+		return
+	}
+	pr, err := processOf(pid)
+	if err != nil {
+		delete(p.followed, pid)
+		if !errors.Is(err, ErrGone) && !errors.Is(err, errKernel) {
+			p.counts.Skipped["unreadable"]++
+		}
+		return
+	}
+	if f, ok := p.followed[pid]; ok && f.start != pr.start {
+		delete(p.followed, pid) // another process with this pid
+	}
+	target, ok, err := p.target(pr)
+	if err != nil && !errors.Is(err, ErrGone) && !errors.Is(err, ErrOutside) {
+		p.counts.Skipped["unreadable"]++
+	}
+	if !ok {
+		return
+	}
+	p.place(pr, target)
+}
+
+// target is the compartment that a process belongs to by what it is: that of
+// the first item that matches, else that of the process it comes from. ok is
+// false if that is no matter of processes: nothing matches, or where it is does.
+func (p *Placer) target(pr process) (compartment uint32, ok bool, err error) {
+	where := "" // read for those only who match otherwise: most processes do not
+	around := func(it item) (bool, error) {
+		if it.Unit == "" && it.Cgroup == "" {
+			return true, nil
+		}
+		if where == "" {
+			c, err := pr.in(p.tree)
+			if err != nil {
+				return false, err
+			}
+			where = c.Path
+		}
+		return it.around(where), nil
+	}
+	before := len(p.items)
+	for i, it := range p.items {
+		if !it.OfProcess() {
+			continue
+		}
+		hit, e := it.matchesProcess(pr)
+		if hit && e == nil {
+			hit, e = around(it)
+		}
+		if errors.Is(e, ErrGone) || errors.Is(e, ErrOutside) {
+			return 0, false, e
+		}
+		if e != nil {
+			err = e // another item may not need what cannot be read
+			continue
+		}
+		if hit {
+			compartment, ok, before = it.compartment, true, i
+			break
+		}
+	}
+	if !ok {
+		f, mine := p.followed[pr.pid]
+		if !mine {
+			f, mine = p.followed[pr.parent]
+		}
+		if !mine {
+			return 0, false, err
+		}
+		compartment = f.compartment
+	}
+	for _, it := range p.items[:before] {
+		if it.OfProcess() {
+			continue
+		}
+		if hit, e := around(it); e != nil {
+			return 0, false, e
+		} else if hit && !policy.IsOurs(where) {
+			return 0, false, err
+		}
+	}
+	return compartment, true, err
+}
+
+// place moves a process into a compartment, if it is not there and may be
+// moved.
+func (p *Placer) place(pr process, compartment uint32) {
+	c, err := pr.in(p.tree)
+	if err != nil {
+		return // gone, or outside of the root: nobody's concern
+	}
+	slice := p.plan.Compartments[compartment].Slice
+	was, known := p.followed[pr.pid]
+	if c.Path == slice || strings.HasPrefix(c.Path, slice+"/") {
+		p.followed[pr.pid] = follow{pr.start, compartment, slice}
+		return
+	}
+	if known && was.at != "" && was.compartment == compartment {
+		p.counts.Lost++
+	}
+	if why := p.why(pr, c); why != "" {
+		p.counts.Skipped[kindOf(why)]++
+		if why != protectedPlace {
+			key := refusal{compartment, c.Path, why}
+			if _, told := p.refused[key]; !told {
+				p.refused[key] = pr.pid
+			}
+		}
+		// Its children may be somewhere else.
+		p.followed[pr.pid] = follow{pr.start, compartment, ""}
+		return
+	}
+	leaf := matchLeafOf(slice, originOf(c))
+	if p.dry {
+		p.followed[pr.pid] = follow{pr.start, compartment, ""}
+		p.moved = append(p.moved, Moved{pr.pid, compartment, c.Path, leaf})
+		return
+	}
+	if err := p.tree.Backend.Move(leaf, pr.pid); err != nil {
+		switch {
+		case !pr.still():
+			p.counts.Skipped["gone"]++
+		default:
+			p.counts.Skipped["refused"]++
+			p.refused[refusal{compartment, c.Path, "refused: " + err.Error()}] = pr.pid
+		}
+		return
+	}
+	if !pr.still() {
+		// It ended in between. If another has its pid by now, that one goes back to
+		// where it came from: the place that it was born in, its parent's.
+		if now, err := processOf(pr.pid); err == nil {
+			if parent, err := p.tree.Of(now.parent); err == nil {
+				_ = p.tree.write(parent.Path, "cgroup.procs", strconv.Itoa(pr.pid))
+			}
+		}
+		p.counts.Skipped["gone"]++
+		return
+	}
+	p.counts.Moved++
+	p.followed[pr.pid] = follow{pr.start, compartment, slice}
+	p.moved = append(p.moved, Moved{pr.pid, compartment, c.Path, leaf})
+}
+
+const (
+	protectedPlace = "protected"
+	explicitPlace  = "explicit"
+)
+
+// why says why a process may not be moved out of a cgroup, "" if it may.
+func (p *Placer) why(pr process, c Cgroup) string {
+	for at := c.Path; ; at = path.Dir(at) {
+		if p.protected[at] {
+			return protectedPlace
+		}
+		if at == "/" {
+			break
+		}
+	}
+	if policy.IsOurs(c.Path) {
+		if isMatchLeaf(c.Path) {
+			return "" // it is there because we have put it there
+		}
+		return explicitPlace
+	}
+	if ns, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/pid", pr.pid)); err == nil && ns != p.pidNS {
+		return "container: it is in a pid namespace of its own; match its cgroup instead"
+	}
+	if unit := unitAround(c.Path); unit != "" {
+		return fmt.Sprintf("managed: %s is somebody's unit; match it as a whole (unit: %s), or give it Delegate=yes, put the process into a cgroup below it and match that by cgroup", unit, path.Base(unit))
+	}
+	var st unix.Stat_t
+	if err := unix.Lstat(p.tree.path(c.Path), &st); err == nil && st.Uid != 0 {
+		return fmt.Sprintf("managed: %s is delegated to uid %d; match it by cgroup", c.Path, st.Uid)
+	}
+	return ""
+}
+
+func kindOf(why string) string {
+	kind, _, _ := strings.Cut(why, ":")
+	return kind
+}
+
+// Conditions are what stands in the way of placing processes now.
+func (p *Placer) Conditions() []Condition {
+	var out []Condition
+	if p.Needed() && p.tree.Namespaced {
+		out = append(out, shortfall(TypePlacement, ReasonNamespaced,
+			"processes are not moved from within a private cgroup namespace; run the agent in the host's, or match by cgroup or unit"))
+	}
+	for _, it := range p.items {
+		if it.User != "" && !it.known {
+			out = append(out, shortfall(TypePlacement, ReasonUnknownUser,
+				"feature %s: user %s is not known on this node (getent passwd), so its match item matches nothing; give the number, or make the user and reload", it.feature, it.User))
+		}
+	}
+	var keys []refusal
+	for k := range p.refused {
+		if k.why != explicitPlace {
+			keys = append(keys, k)
+		}
+	}
+	slices.SortFunc(keys, func(a, b refusal) int {
+		return strings.Compare(fmt.Sprint(a.compartment, a.cgroup, a.why), fmt.Sprint(b.compartment, b.cgroup, b.why))
+	})
+	for _, k := range keys {
+		c := p.plan.Compartments[k.compartment]
+		_, why, _ := strings.Cut(k.why, ": ")
+		out = append(out, shortfall(TypePlacement, ReasonNotLoose, "process %s matches %s and stays in cgroup %s: %s",
+			names([]int{p.refused[k]}), strings.TrimSuffix(c.Feature+"/"+c.Tenant, "/"), k.cgroup, why))
+	}
+	return dedupe(out)
+}
+
+// Counts says what was done so far.
+func (p *Placer) Counts() Placed { return p.counts }
+
+// Moves are the moves since it was asked last.
+func (p *Placer) Moves() []Moved {
+	out := p.moved
+	p.moved = nil
+	return out
+}
+
+// Leaves of moved processes say in their name where these came from, so that
+// they can go back, however often the agent was restarted in between.
+var matchLeaf = regexp.MustCompile(`^match-([0-9]+)-[a-z0-9_]+(-[a-z0-9_]+)?\.scope$`)
+
+func isMatchLeaf(p string) bool { return matchLeaf.MatchString(path.Base(p)) && isSlice(path.Dir(p)) }
+
+// matchLeafOf is the leaf in a compartment's slice of processes that were moved from
+// the cgroup with an id. As a unit its name must be the only one.
+func matchLeafOf(slice string, origin uint64) string {
+	name := strings.TrimSuffix(strings.TrimPrefix(path.Base(slice), "bulkhead-"), ".slice")
+	return path.Join(slice, fmt.Sprintf("match-%d-%s.scope", origin, name))
+}
+
+// originOf is the id of the cgroup that a process in c belongs to if it is
+// nobody's: c itself, or where those of a leaf of ours came from.
+func originOf(c Cgroup) uint64 {
+	if isMatchLeaf(c.Path) {
+		id, _ := strconv.ParseUint(matchLeaf.FindStringSubmatch(path.Base(c.Path))[1], 10, 64)
+		return id
+	}
+	return c.ID
+}
+
+// SendBack moves the processes of our leaves that keep says no to back to where
+// they came from; to the tree's root if that is gone. Those that cannot go
+// stay, and are told.
+func (t *Tree) SendBack(keep func(slice string) bool) []Condition {
+	all, err := t.Walk()
+	if err != nil {
+		return nil
+	}
+	byID := make(map[uint64]string, len(all))
+	for _, c := range all {
+		byID[c.ID] = c.Path
+	}
+	var conds []Condition
+	for _, c := range all {
+		if !isMatchLeaf(c.Path) || keep(path.Dir(c.Path)) {
+			continue
+		}
+		to, ok := byID[originOf(c)]
+		if !ok {
+			to = "/"
+		}
+		var failed error
+		for range passes { // they go on forking
+			pids, err := t.pids(c.Path)
+			if err != nil || len(pids) == 0 {
+				break
+			}
+			for _, pid := range pids {
+				err := t.write(to, "cgroup.procs", strconv.Itoa(pid))
+				if err != nil && !errors.Is(err, unix.ESRCH) {
+					failed = fmt.Errorf("process %s: %w", names([]int{pid}), err)
+				}
+			}
+			if failed != nil {
+				break
+			}
+		}
+		if failed != nil {
+			conds = append(conds, shortfall(TypePlacement, ReasonStays, "processes of %s do not go back to cgroup %s: %v", c.Path, to, failed))
+		}
+	}
+	return conds
+}

@@ -1,0 +1,331 @@
+package cgroup
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"bulkhead/internal/kerneltest"
+	"bulkhead/pkg/policy"
+)
+
+// mark is an argument that only the processes of one test have.
+func mark(t *testing.T) string { return fmt.Sprintf("mark-%d-%s", os.Getpid(), path.Base(t.Name())) }
+
+// marked is a match item for them.
+func marked(t *testing.T, more ...func(*policy.Match)) policy.Match {
+	m := policy.Match{Cmdline: mark(t) + "( |$)"}
+	for _, f := range more {
+		f(&m)
+	}
+	return m
+}
+
+// placing makes the slices of a plan in a tree and its placer.
+func placing(t *testing.T, tree *Tree, plan *policy.Plan) *Placer {
+	t.Helper()
+	_, err := tree.EnsureSlices(plan)
+	must(t, err)
+	all, err := tree.Walk()
+	must(t, err)
+	return NewPlacer(tree, plan, all)
+}
+
+// sleeper starts a process in a cgroup that has the test's mark and waits.
+func sleeper(t *testing.T, tree *Tree, in string, args ...string) *child {
+	t.Helper()
+	return start(t, tree, in, "hold", append([]string{mark(t)}, args...)...)
+}
+
+// where is the cgroup of a process below the tree's root.
+func where(t *testing.T, tree *Tree, pid int) string {
+	t.Helper()
+	c, err := tree.Of(pid)
+	must(t, err)
+	return c.Path
+}
+
+func wantIn(t *testing.T, tree *Tree, c *child, slice string) {
+	t.Helper()
+	if at := where(t, tree, c.Process.Pid); at != slice && path.Dir(at) != slice {
+		t.Errorf("process %d is in %s, want %s", c.Process.Pid, at, slice)
+	}
+}
+
+// Each key, and all keys of one item together; the first item that matches wins.
+func TestMatchProcess(t *testing.T) {
+	tree := testTree(t)
+	exe, err := os.Readlink("/proc/self/exe")
+	must(t, err)
+	apps, other := mkdir(t, tree, "/apps"), mkdir(t, tree, "/apps/other")
+	both := marked(t, func(m *policy.Match) { m.Exe, m.User, m.Cgroup = "**/"+path.Base(exe), "root", "/apps/**" })
+	for name, c := range map[string]struct {
+		items []policy.Match
+		in    string
+		args  []string
+		want  string
+	}{
+		"cmdline":            {[]policy.Match{marked(t)}, "/apps", nil, "chat"},
+		"another cmdline":    {[]policy.Match{{Cmdline: mark(t) + "x"}}, "/apps", nil, ""},
+		"arguments":          {[]policy.Match{{Cmdline: "^/proc/self/exe " + mark(t) + " a b$"}}, "/apps", []string{"a", "b"}, "chat"},
+		"exe":                {[]policy.Match{marked(t, func(m *policy.Match) { m.Exe = exe })}, "/apps", nil, "chat"},
+		"another exe":        {[]policy.Match{marked(t, func(m *policy.Match) { m.Exe = "/usr/bin/*" })}, "/apps", nil, ""},
+		"user":               {[]policy.Match{marked(t, func(m *policy.Match) { m.User = "0" })}, "/apps", nil, "chat"},
+		"another user":       {[]policy.Match{marked(t, func(m *policy.Match) { m.User = "nobody" })}, "/apps", nil, ""},
+		"all keys":           {[]policy.Match{both}, "/apps/other", nil, "chat"},
+		"all keys but where": {[]policy.Match{both}, "/", nil, ""},
+		"first":              {[]policy.Match{{Cmdline: "no such"}, marked(t), marked(t, func(m *policy.Match) { m.Tenant = "free" })}, "/apps", nil, "chat"},
+		"tenant":             {[]policy.Match{marked(t, func(m *policy.Match) { m.Tenant = "free" })}, "/apps", nil, "chat-free"},
+		"adopted before":     {[]policy.Match{{Cgroup: "/apps"}, marked(t)}, "/apps/other", nil, ""},
+		"adopted after":      {[]policy.Match{marked(t), {Cgroup: "/apps"}}, "/apps/other", nil, "chat"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			for i := range c.items { // of this test, not of its parent
+				c.items[i].Cmdline = strings.ReplaceAll(c.items[i].Cmdline, "TestMatchProcess", path.Base(t.Name()))
+			}
+			pl := placing(t, tree, plan(policy.Enforce, []string{"free"}, feature("chat", nil, nil, c.items...)))
+			p := sleeper(t, tree, c.in, c.args...)
+			must(t, pl.Pass())
+			want := map[string]string{"": c.in, "chat": chat, "chat-free": chat + "/bulkhead-chat-free.slice"}[c.want]
+			wantIn(t, tree, p, want)
+			if n := pl.Counts().Moved; (n == 1) != (c.want != "") {
+				t.Errorf("%d moved", n)
+			}
+			// There is nothing to do twice.
+			must(t, pl.Pass())
+			if n := len(pl.Moves()); n > 1 {
+				t.Errorf("%d moves", n)
+			}
+			p.end()
+		})
+	}
+	_, _ = apps, other
+}
+
+// A process that matches takes its children along, wherever they are by then, and
+// nobody else.
+func TestDescendants(t *testing.T) {
+	tree := testTree(t)
+	mkdir(t, tree, "/apps")
+	elsewhere := mkdir(t, tree, "/elsewhere")
+	m := mark(t)
+	// A shell with a child and a grandchild, and one that has moved away.
+	cmd := exec.Command("/bin/sh", "-c", "sleep 1000 & (sleep 1000; :) & echo $$ >"+tree.path("/elsewhere")+"/cgroup.procs; wait", m)
+	stranger := start(t, tree, "/apps", "hold")
+	d, err := os.Open(tree.path("/apps"))
+	must(t, err)
+	defer d.Close()
+	cmd.SysProcAttr = &syscall.SysProcAttr{UseCgroupFD: true, CgroupFD: int(d.Fd()), Setpgid: true}
+	must(t, cmd.Start())
+	defer func() { syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL); cmd.Wait() }()
+	kerneltest.Poll(t, "all have begun", func() error {
+		apps, _ := tree.pids("/apps")
+		if here, _ := tree.pids("/elsewhere"); len(apps) != 4 || len(here) != 1 {
+			return fmt.Errorf("%v and %v", apps, here)
+		}
+		return nil
+	})
+	pl := placing(t, tree, plan(policy.Enforce, nil, feature("chat", nil, nil, policy.Match{Cmdline: m + "$"})))
+	must(t, pl.Pass())
+	if n, err := tree.Processes(chat); n != 4 || err != nil {
+		t.Errorf("%d processes in the compartment (%v), want the shell, its two children and a grandchild", n, err)
+	}
+	wantIn(t, tree, stranger, "/apps")
+	if c := pl.Counts(); c.Moved != 4 {
+		t.Errorf("%+v", c)
+	}
+	// They go back to where each came from.
+	if conds := tree.SendBack(func(string) bool { return false }); conds != nil {
+		t.Errorf("%+v", conds)
+	}
+	apps, _ := tree.pids("/apps")
+	if here, _ := tree.pids("/elsewhere"); len(apps) != 4 || !slices.Equal(here, []int{cmd.Process.Pid}) {
+		t.Errorf("back in %v and %v", apps, here)
+	}
+	_ = elsewhere
+}
+
+// Out of a unit, a scope, a container, what is delegated, what is protected and what
+// exec has placed nobody is moved; the message names the cure.
+func TestNotLoose(t *testing.T) {
+	tree := testTree(t)
+	for name, c := range map[string]struct {
+		in    string
+		set   func(t *testing.T, dir string)
+		kind  string
+		words []string
+	}{
+		"service":   {"/system.slice/chat.service", nil, "managed", []string{"unit: chat.service", "Delegate=yes"}},
+		"below it":  {"/system.slice/chat.service/sub/deeper", nil, "managed", []string{"unit: chat.service"}},
+		"scope":     {"/user.slice/session-1.scope", nil, "managed", []string{"unit: session-1.scope"}},
+		"user unit": {"/user.slice/user@1.service/app.slice/x.service", nil, "managed", []string{"user@1.service"}},
+		"delegated": {"/lent", func(t *testing.T, dir string) { must(t, os.Chown(dir, 65534, 65534)) }, "managed", []string{"uid 65534"}},
+		"protected": {"/kept/below", nil, "protected", nil},
+		"exec":      {batch + "/exec-1.scope", nil, "explicit", nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			pl := plan(policy.Enforce, nil, feature("chat", nil, nil, marked(t)), feature("batch", nil, nil))
+			pl.Protect = []string{"/kept"}
+			mkdir(t, tree, c.in)
+			if c.set != nil {
+				c.set(t, tree.path(c.in))
+			}
+			p := sleeper(t, tree, c.in)
+			placer := placing(t, tree, pl)
+			must(t, placer.Pass())
+			wantIn(t, tree, p, c.in)
+			if n := placer.Counts(); n.Moved != 0 || n.Skipped[c.kind] != 1 {
+				t.Errorf("%+v, want one %s", n, c.kind)
+			}
+			if c.words == nil {
+				noConditions(t, placer.Conditions(), nil)
+			} else {
+				wantCondition(t, placer.Conditions(), TypePlacement, ReasonNotLoose, append(c.words, fmt.Sprint(p.Process.Pid), "chat", c.in)...)
+			}
+			// With the process the complaint ends.
+			p.end()
+			placer.Verify()
+			noConditions(t, placer.Conditions(), nil)
+		})
+	}
+	t.Run("pid namespace", func(t *testing.T) {
+		placer := placing(t, tree, plan(policy.Enforce, nil, feature("chat", nil, nil, marked(t))))
+		cmd := exec.Command("/bin/sh", "-c", "read -r x; exit 0", mark(t))
+		cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWPID}
+		in, err := cmd.StdinPipe()
+		must(t, err)
+		mkdir(t, tree, "/container")
+		d, err := os.Open(tree.path("/container"))
+		must(t, err)
+		defer d.Close()
+		cmd.SysProcAttr.UseCgroupFD, cmd.SysProcAttr.CgroupFD = true, int(d.Fd())
+		must(t, cmd.Start())
+		defer cmd.Wait()
+		defer in.Close()
+		must(t, placer.Pass())
+		if n := placer.Counts(); n.Moved != 0 || n.Skipped["container"] != 1 {
+			t.Errorf("%+v", n)
+		}
+		wantCondition(t, placer.Conditions(), TypePlacement, ReasonNotLoose, "pid namespace of its own", "/container")
+	})
+}
+
+// Threads of the kernel, what has ended and is not waited for, and what has ended but
+// for some of its threads.
+func TestOddProcesses(t *testing.T) {
+	tree := testTree(t)
+	mkdir(t, tree, "/apps")
+	everybody := plan(policy.Enforce, nil, feature("chat", nil, nil, policy.Match{User: "root", Cgroup: "/apps"}))
+	pl := placing(t, tree, everybody)
+	if _, err := processOf(2); err == nil {
+		t.Error("kthreadd is taken for a process")
+	}
+	pl.Look(2)
+	zombie := exec.Command("/bin/true")
+	must(t, zombie.Start())
+	kerneltest.Poll(t, "it has ended", func() error {
+		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", zombie.Process.Pid))
+		if err == nil && !strings.Contains(string(b), ") Z ") {
+			err = fmt.Errorf("%s", b)
+		}
+		return err
+	})
+	pl.Look(zombie.Process.Pid)
+	must(t, zombie.Wait())
+	pl.Look(zombie.Process.Pid)
+	if c := pl.Counts(); c.Moved != 0 || len(c.Skipped) != 0 {
+		t.Errorf("%+v", c)
+	}
+	// Its first thread ends, others go on: it is moved like any other.
+	half := start(t, tree, "/apps", "headless", mark(t))
+	pl = placing(t, tree, plan(policy.Enforce, nil, feature("chat", nil, nil, policy.Match{Cmdline: mark(t) + "$", Exe: "**/*.test"})))
+	must(t, pl.Pass())
+	pl.Verify()
+	pr, err := processOf(half.Process.Pid)
+	must(t, err)
+	if c, err := pr.in(tree); err != nil || path.Dir(c.Path) != chat || !pr.dead {
+		t.Errorf("it is in %s (%v); its first thread has ended: %v", c.Path, err, pr.dead)
+	}
+	if c := pl.Counts(); c.Moved != 1 || c.Lost != 0 {
+		t.Errorf("%+v", c)
+	}
+}
+
+// A process that somebody moves elsewhere is noticed, counted and put back.
+func TestMembershipLost(t *testing.T) {
+	tree := testTree(t)
+	mkdir(t, tree, "/apps")
+	pl := placing(t, tree, plan(policy.Enforce, nil, feature("chat", nil, nil, marked(t))))
+	p := sleeper(t, tree, "/apps")
+	must(t, pl.Pass())
+	pl.Verify()
+	if c := pl.Counts(); c.Moved != 1 || c.Lost != 0 {
+		t.Fatalf("%+v", c)
+	}
+	must(t, tree.write("/apps", "cgroup.procs", strconv.Itoa(p.Process.Pid)))
+	pl.Verify()
+	wantIn(t, tree, p, chat)
+	if c := pl.Counts(); c.Moved != 2 || c.Lost != 1 {
+		t.Errorf("%+v", c)
+	}
+}
+
+// A thousand processes that one forks while it is moved are inside, by the events of
+// their births alone.
+func TestForkWhileMoved(t *testing.T) {
+	tree := testTree(t)
+	mkdir(t, tree, "/apps")
+	pl := placing(t, tree, plan(policy.Enforce, nil, feature("chat", nil, nil, marked(t))))
+	p := start(t, tree, "/apps", "forks", mark(t), "200")
+	defer p.end()
+	kerneltest.Poll(t, "all are inside", func() error {
+		must(t, pl.Poll(time.Now()))
+		n, err := tree.Processes(chat)
+		if err == nil && n != 201 {
+			err = fmt.Errorf("%d", n)
+		}
+		return err
+	})
+	if left, err := tree.pids("/apps"); len(left) != 0 || err != nil {
+		t.Errorf("left outside: %v %v", left, err)
+	}
+}
+
+// Observe moves nobody, and what an earlier plan has moved goes back.
+func TestObservePlacesNobody(t *testing.T) {
+	tree := testTree(t)
+	mkdir(t, tree, "/apps")
+	enforced := plan(policy.Enforce, nil, feature("chat", nil, nil, marked(t)))
+	pl := placing(t, tree, enforced)
+	p := sleeper(t, tree, "/apps")
+	must(t, pl.Pass())
+	wantIn(t, tree, p, chat)
+	next := placing(t, tree, plan(policy.Observe, nil, enforced.Features[1]))
+	next.Follow(pl)
+	if next.Needed() {
+		t.Error("observe is to place processes")
+	}
+	_, conds, err := tree.Remove()
+	noConditions(t, conds, err)
+	wantIn(t, tree, p, "/apps")
+}
+
+// A user that the node does not know matches nobody, and is told.
+func TestUnknownUser(t *testing.T) {
+	tree := testTree(t)
+	pl := placing(t, tree, plan(policy.Enforce, nil, feature("chat", nil, nil, policy.Match{User: "no-such-user-here"})))
+	must(t, pl.Pass())
+	if c := pl.Counts(); c.Moved != 0 {
+		t.Errorf("%+v", c)
+	}
+	wantCondition(t, pl.Conditions(), TypePlacement, ReasonUnknownUser, "no-such-user-here", "chat")
+}
