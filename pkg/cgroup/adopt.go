@@ -42,6 +42,14 @@ func Adopt(plan *policy.Plan, all []Cgroup) []Adopted {
 		if covered {
 			inside[c.Path] = around
 		}
+		if isMatchSub(c) { // a Placer made it
+			_, slice := partsOf(c)
+			if i := slices.IndexFunc(plan.Compartments, func(k policy.Compartment) bool { return k.Slice == slice }); i > 0 {
+				out = append(out, Adopted{uint32(i), c})
+				inside[c.Path] = uint32(i)
+				continue
+			}
+		}
 		for _, it := range items {
 			if !it.matchesCgroup(c.Path) {
 				continue

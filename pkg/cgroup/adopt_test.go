@@ -11,9 +11,9 @@ import (
 )
 
 func walkOf(paths ...string) []Cgroup {
-	out := []Cgroup{{"/", 1, 0}}
+	out := []Cgroup{{Path: "/", ID: 1}}
 	for i, p := range paths {
-		out = append(out, Cgroup{p, uint64(100 + i), strings.Count(p, "/")})
+		out = append(out, Cgroup{Path: p, ID: uint64(100 + i), Level: strings.Count(p, "/")})
 	}
 	return out
 }

@@ -43,8 +43,8 @@ type Backend interface {
 	// the leaf's path (see Tree.Enter).
 	Enter(slice string) (string, error)
 
-	// Move moves a process, all its threads, into a leaf of a slice that exists. The
-	// leaf is made if there is none.
+	// Move moves a process, all its threads, into a leaf of a slice that exists, or of a
+	// unit that is delegated. The leaf is made if there is none.
 	Move(leaf string, pid int) error
 
 	// Release gives back what slices of ours hold of controllers, and at the root what was

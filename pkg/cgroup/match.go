@@ -110,14 +110,12 @@ func isUnit(name string) bool {
 	return slices.ContainsFunc(unitTypes[:], func(t string) bool { return strings.HasSuffix(name, t) && name != t })
 }
 
-// unitAround is the outermost unit that a cgroup is or is in and that has
-// processes which somebody manages, "" if there is none. A slice only groups.
-func unitAround(p string) string {
-	at := ""
-	for _, name := range strings.Split(strings.TrimPrefix(p, "/"), "/") {
-		at += "/" + name
-		if isUnit(name) && !strings.HasSuffix(name, ".slice") {
-			return at
+// innermostUnit is the deepest unit that a cgroup is or is in and that has processes
+// which somebody manages, "" if there is none. A slice only groups.
+func innermostUnit(p string) string {
+	for ; p != "/" && p != "."; p = path.Dir(p) {
+		if name := path.Base(p); isUnit(name) && !strings.HasSuffix(name, ".slice") {
+			return p
 		}
 	}
 	return ""

@@ -5,13 +5,10 @@ import (
 	"fmt"
 	"os"
 	"path"
-	"regexp"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"bulkhead/pkg/policy"
 )
@@ -169,12 +166,13 @@ func (p *Placer) Pass() error {
 // forgets those that have ended. It reads the compartments' lists, however many
 // processes are in them, and no process.
 func (p *Placer) Verify() {
-	inside := map[int]bool{}
-	for i, c := range p.plan.Compartments {
-		if !p.places(uint32(i)) {
+	inside, looked := map[int]bool{}, map[string]bool{}
+	for _, f := range p.followed {
+		if f.at == "" || looked[f.at] {
 			continue
 		}
-		all, err := p.tree.walk(c.Slice)
+		looked[f.at] = true
+		all, err := p.tree.walk(f.at)
 		if err != nil {
 			return // and again
 		}
@@ -342,14 +340,15 @@ func (p *Placer) place(pr process, compartment uint32) {
 	}
 	slice := p.plan.Compartments[compartment].Slice
 	was, known := p.followed[pr.pid]
-	if c.Path == slice || strings.HasPrefix(c.Path, slice+"/") {
-		p.followed[pr.pid] = follow{pr.start, compartment, slice}
+	if at, ok := p.inside(c, slice); ok {
+		p.followed[pr.pid] = follow{pr.start, compartment, at}
 		return
 	}
 	if known && was.at != "" && was.compartment == compartment {
 		p.counts.Lost++
 	}
-	if why := p.why(pr, c); why != "" {
+	unit, why := p.why(pr, c)
+	if why != "" {
 		p.counts.Skipped[kindOf(why)]++
 		if why != protectedPlace {
 			key := refusal{compartment, c.Path, why}
@@ -361,7 +360,7 @@ func (p *Placer) place(pr process, compartment uint32) {
 		p.followed[pr.pid] = follow{pr.start, compartment, ""}
 		return
 	}
-	leaf := matchLeafOf(slice, originOf(c))
+	leaf := leafIn(slice, unit, originOf(c))
 	if p.dry {
 		p.followed[pr.pid] = follow{pr.start, compartment, ""}
 		p.moved = append(p.moved, Moved{pr.pid, compartment, c.Path, leaf})
@@ -389,7 +388,11 @@ func (p *Placer) place(pr process, compartment uint32) {
 		return
 	}
 	p.counts.Moved++
-	p.followed[pr.pid] = follow{pr.start, compartment, slice}
+	at := slice
+	if unit != "" {
+		at = leaf
+	}
+	p.followed[pr.pid] = follow{pr.start, compartment, at}
 	p.moved = append(p.moved, Moved{pr.pid, compartment, c.Path, leaf})
 }
 
@@ -398,11 +401,25 @@ const (
 	explicitPlace  = "explicit"
 )
 
-// why says why a process may not be moved out of a cgroup, "" if it may.
-func (p *Placer) why(pr process, c Cgroup) string {
+// inside reports whether a cgroup is of the compartment with a slice, and in which
+// cgroup to look for its processes.
+func (p *Placer) inside(c Cgroup, slice string) (at string, ok bool) {
+	if c.Path == slice || strings.HasPrefix(c.Path, slice+"/") {
+		return slice, true
+	}
+	if isMatchSub(c) {
+		_, of := partsOf(c)
+		return c.Path, of == slice
+	}
+	return "", false
+}
+
+// why says why a process may not be moved out of a cgroup, "" if it may; then unit is
+// the one in which it must stay, "" if it is in none.
+func (p *Placer) why(pr process, c Cgroup) (unit, why string) {
 	for at := c.Path; ; at = path.Dir(at) {
 		if p.protected[at] {
-			return protectedPlace
+			return "", protectedPlace
 		}
 		if at == "/" {
 			break
@@ -410,21 +427,23 @@ func (p *Placer) why(pr process, c Cgroup) string {
 	}
 	if policy.IsOurs(c.Path) {
 		if isMatchLeaf(c.Path) {
-			return "" // it is there because we have put it there
+			return "", "" // it is there because we have put it there
 		}
-		return explicitPlace
+		return "", explicitPlace
 	}
 	if ns, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/pid", pr.pid)); err == nil && ns != p.pidNS {
-		return "container: it is in a pid namespace of its own; match its cgroup instead"
+		return "", "container: it is in a pid namespace of its own; match its cgroup instead"
 	}
-	if unit := unitAround(c.Path); unit != "" {
-		return fmt.Sprintf("managed: %s is somebody's unit; match it as a whole (unit: %s), or give it Delegate=yes, put the process into a cgroup below it and match that by cgroup", unit, path.Base(unit))
+	if unit := innermostUnit(c.Path); unit != "" {
+		if p.tree.delegated(unit) {
+			return unit, ""
+		}
+		return "", fmt.Sprintf("managed: %s is somebody's unit; match it as a whole (unit: %s), or give it Delegate=yes, with which the process is put into a cgroup in the unit", unit, path.Base(unit))
 	}
-	var st unix.Stat_t
-	if err := unix.Lstat(p.tree.path(c.Path), &st); err == nil && st.Uid != 0 {
-		return fmt.Sprintf("managed: %s is delegated to uid %d; match it by cgroup", c.Path, st.Uid)
+	if c.Owner != 0 {
+		return "", fmt.Sprintf("managed: %s is delegated to uid %d; match it by cgroup", c.Path, c.Owner)
 	}
-	return ""
+	return "", ""
 }
 
 func kindOf(why string) string {
@@ -471,71 +490,4 @@ func (p *Placer) Moves() []Moved {
 	out := p.moved
 	p.moved = nil
 	return out
-}
-
-// Leaves of moved processes say in their name where these came from, so that
-// they can go back, however often the agent was restarted in between.
-var matchLeaf = regexp.MustCompile(`^match-([0-9]+)-[a-z0-9_]+(-[a-z0-9_]+)?\.scope$`)
-
-func isMatchLeaf(p string) bool { return matchLeaf.MatchString(path.Base(p)) && isSlice(path.Dir(p)) }
-
-// matchLeafOf is the leaf in a compartment's slice of processes that were moved from
-// the cgroup with an id. As a unit its name must be the only one.
-func matchLeafOf(slice string, origin uint64) string {
-	name := strings.TrimSuffix(strings.TrimPrefix(path.Base(slice), "bulkhead-"), ".slice")
-	return path.Join(slice, fmt.Sprintf("match-%d-%s.scope", origin, name))
-}
-
-// originOf is the id of the cgroup that a process in c belongs to if it is
-// nobody's: c itself, or where those of a leaf of ours came from.
-func originOf(c Cgroup) uint64 {
-	if isMatchLeaf(c.Path) {
-		id, _ := strconv.ParseUint(matchLeaf.FindStringSubmatch(path.Base(c.Path))[1], 10, 64)
-		return id
-	}
-	return c.ID
-}
-
-// SendBack moves the processes of our leaves that keep says no to back to where
-// they came from; to the tree's root if that is gone. Those that cannot go
-// stay, and are told.
-func (t *Tree) SendBack(keep func(slice string) bool) []Condition {
-	all, err := t.Walk()
-	if err != nil {
-		return nil
-	}
-	byID := make(map[uint64]string, len(all))
-	for _, c := range all {
-		byID[c.ID] = c.Path
-	}
-	var conds []Condition
-	for _, c := range all {
-		if !isMatchLeaf(c.Path) || keep(path.Dir(c.Path)) {
-			continue
-		}
-		to, ok := byID[originOf(c)]
-		if !ok {
-			to = "/"
-		}
-		var failed error
-		for range passes { // they go on forking
-			pids, err := t.pids(c.Path)
-			if err != nil || len(pids) == 0 {
-				break
-			}
-			for _, pid := range pids {
-				err := t.write(to, "cgroup.procs", strconv.Itoa(pid))
-				if err != nil && !errors.Is(err, unix.ESRCH) {
-					failed = fmt.Errorf("process %s: %w", names([]int{pid}), err)
-				}
-			}
-			if failed != nil {
-				break
-			}
-		}
-		if failed != nil {
-			conds = append(conds, shortfall(TypePlacement, ReasonStays, "processes of %s do not go back to cgroup %s: %v", c.Path, to, failed))
-		}
-	}
-	return conds
 }

@@ -167,7 +167,10 @@ func TestNotLoose(t *testing.T) {
 		"service":   {"/system.slice/chat.service", nil, "managed", []string{"unit: chat.service", "Delegate=yes"}},
 		"below it":  {"/system.slice/chat.service/sub/deeper", nil, "managed", []string{"unit: chat.service"}},
 		"scope":     {"/user.slice/session-1.scope", nil, "managed", []string{"unit: session-1.scope"}},
-		"user unit": {"/user.slice/user@1.service/app.slice/x.service", nil, "managed", []string{"user@1.service"}},
+		"user unit": {"/user.slice/user@1.service/app.slice/x.service", nil, "managed", []string{"unit: x.service"}},
+		"in a delegated": {"/user.slice/user@1.service/app.slice/x.service", func(t *testing.T, dir string) {
+			must(t, unix.Setxattr(path.Dir(path.Dir(dir)), "user.delegate", []byte("1"), 0))
+		}, "managed", []string{"unit: x.service"}},
 		"delegated": {"/lent", func(t *testing.T, dir string) { must(t, os.Chown(dir, 65534, 65534)) }, "managed", []string{"uid 65534"}},
 		"protected": {"/kept/below", nil, "protected", nil},
 		"exec":      {batch + "/exec-1.scope", nil, "explicit", nil},
@@ -217,6 +220,54 @@ func TestNotLoose(t *testing.T) {
 		}
 		wantCondition(t, placer.Conditions(), TypePlacement, ReasonNotLoose, "pid namespace of its own", "/container")
 	})
+}
+
+// In a unit with Delegate=yes a process gets a cgroup in the unit, which is adopted; it
+// goes back to where it was in there, and the cgroup goes.
+func TestDelegatedUnit(t *testing.T) {
+	tree := testTree(t)
+	unit := mkdir(t, tree, "/system.slice/chat.service")
+	must(t, unix.Setxattr(tree.path(unit.Path), "user.delegate", []byte("1"), 0))
+	pl := plan(policy.Enforce, []string{"free"}, feature("chat", nil, nil, marked(t, func(m *policy.Match) { m.Tenant = "free" })))
+	placer := placing(t, tree, pl)
+	p, stranger := sleeper(t, tree, unit.Path), start(t, tree, unit.Path, "hold")
+	must(t, placer.Pass())
+	noConditions(t, placer.Conditions(), nil)
+	sub := fmt.Sprintf("%s/bulkhead-match-%d-chat-free", unit.Path, unit.ID)
+	wantIn(t, tree, p, sub)
+	wantIn(t, tree, stranger, unit.Path)
+	all, err := tree.Walk()
+	must(t, err)
+	if a := Adopt(pl, all); len(a) != 1 || a[0].Path != sub || pl.Compartments[a[0].Compartment].Tenant != "free" {
+		t.Errorf("adopted: %+v", a)
+	}
+	// It is where it should be, for another agent too, and is seen when it is not.
+	again := placing(t, tree, pl)
+	must(t, again.Pass())
+	if c := again.Counts(); c.Moved != 0 || c.Skipped["managed"] != 0 {
+		t.Errorf("%+v", c)
+	}
+	must(t, tree.write(unit.Path, "cgroup.procs", strconv.Itoa(p.Process.Pid)))
+	again.Verify()
+	wantIn(t, tree, p, sub)
+	if c := again.Counts(); c.Lost != 1 {
+		t.Errorf("%+v", c)
+	}
+	// One of that name which the unit's user has made is nobody's place.
+	forged := mkdir(t, tree, "/system.slice/x.service/"+path.Base(sub))
+	must(t, os.Chown(tree.path(forged.Path), 65534, 65534))
+	all, err = tree.Walk()
+	must(t, err)
+	if a := Adopt(pl, all); len(a) != 1 || a[0].Path != sub {
+		t.Errorf("adopted: %+v", a)
+	}
+
+	_, conds, err := tree.Remove()
+	noConditions(t, conds, err)
+	wantIn(t, tree, p, unit.Path)
+	if tree.has(sub, "cgroup.procs") || !tree.has(forged.Path, "cgroup.procs") {
+		t.Error("ours is still there, or somebody else's is not")
+	}
 }
 
 // Threads of the kernel, what has ended and is not waited for, and what has ended but

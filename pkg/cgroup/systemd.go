@@ -481,6 +481,9 @@ func (b *systemd) Enter(slice string) (string, error) {
 // scope that is there by its file: it is delegated to us, as systemd moves nobody into a
 // scope that is not.
 func (b *systemd) Move(leaf string, pid int) error {
+	if !isMatchLeaf(leaf) {
+		return b.files.Move(leaf, pid) // in a unit that is delegated, where systemd makes nothing
+	}
 	unit, slice := unitOf(leaf), path.Dir(leaf)
 	var err error
 	for range enterTries {

@@ -56,6 +56,7 @@ type Cgroup struct {
 	Path  string // below Tree.Dir, starting with "/"; "/" is Dir itself
 	ID    uint64 // as bpf_get_current_cgroup_id() returns it
 	Level int    // absolute, as bpf_get_current_ancestor_cgroup_id() takes it
+	Owner uint32 // uid of who may make cgroups in it
 }
 
 // Find returns the tree whose root is dir, which may be any directory of a
@@ -247,7 +248,7 @@ func (t *Tree) Get(p string) (Cgroup, error) {
 	if st.Mode&unix.S_IFMT != unix.S_IFDIR {
 		return Cgroup{}, fmt.Errorf("cgroup %s: %w: it is a file", p, ErrNotCgroup2)
 	}
-	return Cgroup{Path: p, ID: st.Ino, Level: t.level(p)}, nil
+	return Cgroup{Path: p, ID: st.Ino, Level: t.level(p), Owner: st.Uid}, nil
 }
 
 func (t *Tree) level(p string) int {
@@ -291,7 +292,7 @@ func (t *Tree) walk(p string) ([]Cgroup, error) {
 			}
 			return fmt.Errorf("walk cgroup %s: %w", p, err)
 		}
-		out = append(out, Cgroup{Path: p, ID: st.Ino, Level: t.level(p)})
+		out = append(out, Cgroup{Path: p, ID: st.Ino, Level: t.level(p), Owner: st.Uid})
 		// kernfs counts a directory's subdirectories in its links, so the many
 		// leaves of a tree need no listing.
 		if st.Nlink <= 2 {

@@ -87,6 +87,15 @@ func TestLooseProcesses(t *testing.T) {
 		return nil
 	})
 	a.Log(sh(t, "bulkhead status | grep processes"))
+	// In one that is delegated it gets a cgroup in the unit, whose stop ends it.
+	sh(t, "systemd-run --unit=lent --collect -p Delegate=yes /usr/bin/sleep 775")
+	var lent int
+	fmt.Sscan(sh(t, "systemctl show -P MainPID lent"), &lent)
+	in(t, lent, "/system.slice/lent.service/bulkhead-match-"+sh(t, "stat -c %i "+root+"/system.slice/lent.service")+"-batch")
+	sh(t, "systemctl daemon-reload && systemctl stop lent")
+	if _, err := os.Stat(root + "/system.slice/lent.service"); !os.IsNotExist(err) || where(lent) != "" {
+		t.Errorf("stopped, and process %d is in %q, the cgroup is there: %v", lent, where(lent), err)
+	}
 	sh(t, "bulkhead detach")
 	for _, pid := range []int{first, second, third} {
 		in(t, pid, "/")
