@@ -123,7 +123,7 @@ vm-all: go-version build ## everything of ring 3 on all kernels, an hour: before
 
 systems: go-version root build ## those on hosts with systemd alone, Debian 12 and 13
 	go build -o bin/vm ./test/vm
-	$(AS_ROOT) env PATH="$$PATH" bin/vm -system all -boots 2 -smp 1 $(SYSTEM_FLAGS) -file bin/bulkhead:/bin/bulkhead $(SYSTEM_PACKAGES)
+	$(AS_ROOT) env PATH="$$PATH" bin/vm -system all -boots 2 -smp 1 -jobs 2 -timeout 10m $(SYSTEM_FLAGS) -file bin/bulkhead:/bin/bulkhead $(SYSTEM_PACKAGES)
 
 vm-kernels-refresh: go-version ## fetch the virtual machines' kernels again
 	go run ./test/vm -refresh

@@ -50,7 +50,7 @@ providers:
   deepseek: {cidrs: [@1/32], ports: [8000]}
 features:
   chat: {class: realtime, match: [{exe: "**/e2e.test", cgroup: /apps}], limits: {connections: 2}}
-  sleep: {class: batch, match: [{exe: "**/sleep", user: root}]}
+  sleep: {class: batch, match: [{cmdline: "^sleep 1000$", user: root}]}
 `)
 	apps, other := n.Mkdir("apps"), n.Mkdir("other")
 	early, not := n.place(apps), n.place(other)
