@@ -70,7 +70,7 @@ type agent struct {
 	generation uint32
 	placement  placement
 
-	setup, values, reconcile, pins, back []cgroup.Condition
+	setup, values, reconcile, pins, back, placing []cgroup.Condition
 	draining                             string
 	complaints                           map[string]string
 	told                                 told
@@ -371,7 +371,8 @@ func (a *agent) reconcileOnce(ctx context.Context) {
 // publish makes what the owner knows readable for others.
 func (a *agent) publish() {
 	procs, placing := a.procs.says()
-	conds := slices.Concat(a.setup, a.values, a.reconcile, a.pins, a.back, placing)
+	a.placing = placing
+	conds := slices.Concat(a.setup, a.values, a.reconcile, a.pins, a.back, a.placing)
 	if a.draining != "" {
 		conds = append(conds, cgroup.Condition{Type: "Slices", Status: "False", Reason: "Draining",
 			Message: "not in the policy any more, and still with processes: " + a.draining})

@@ -211,7 +211,7 @@ func places(plan *policy.Plan, slice string) bool {
 func (a *agent) publishIfPlaced() {
 	was := a.info.Load()
 	now, conds := a.procs.says()
-	if was == nil || !reflect.DeepEqual(was.Processes, now) || len(conds) > 0 {
+	if was == nil || !reflect.DeepEqual(was.Processes, now) || !slices.Equal(conds, a.placing) {
 		a.publish()
 	}
 }

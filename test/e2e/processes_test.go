@@ -137,6 +137,20 @@ features:
 	if c == nil || c.Reason != "NotLoose" {
 		t.Fatalf("%+v", c)
 	}
+	other := n.place(n.Mkdir("system.slice/other.service"))
+	kerneltest.Poll(t, "another one is told of", func() error {
+		if c := n.status().condition("Placement"); c == nil || !strings.Contains(fmt.Sprint(n.status().Conditions), "unit: other.service") {
+			return fmt.Errorf("%+v", n.status().Conditions)
+		}
+		return nil
+	})
+	other.Kill()
+	kerneltest.Poll(t, "and no more when it has ended", func() error {
+		if text := fmt.Sprint(n.status().Conditions); strings.Contains(text, "unit: other.service") {
+			return fmt.Errorf("%s", text)
+		}
+		return nil
+	})
 	wantWords(t, c.Message, fmt.Sprint(client.PID), "/system.slice/chat.service", "Delegate=yes", "unit: chat.service")
 	n.wantRun(1, nil, "status", "--check")
 	if p := n.status().Agent.Processes; p.Moved != 0 || p.Skipped["managed"] == 0 {
