@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"bulkhead/internal/metrics"
 	"bulkhead/pkg/cgroup"
 )
 
@@ -35,6 +36,9 @@ type Info struct {
 	ReloadFailures  uint64  `json:"reload_failures"`
 	SlotsReclaimed  uint64  `json:"slots_reclaimed"`
 	ReconcileErrors uint64  `json:"reconcile_errors"`
+	// ValuesCorrected are values that others changed and the agent put back, since it runs:
+	// one for each compartment, and one without a feature for the parent slice.
+	ValuesCorrected []metrics.Corrected `json:"values_corrected"`
 }
 
 // Outcome is how a reload ended: the answer to POST /v1/reload.

@@ -62,6 +62,7 @@ type agent struct {
 	log    *slog.Logger
 	since  time.Time
 	tree   *cgroup.Tree
+	keeper *cgroup.Keeper
 	kernel *conn.Kernel
 	reader *conn.Reader
 
@@ -80,6 +81,7 @@ type agent struct {
 	failures uint64
 
 	reclaimed, reconcileErrors uint64
+	corrected                  corrected
 
 	info   atomic.Pointer[Info]
 	groups atomic.Pointer[groups]
@@ -129,10 +131,11 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err != nil {
 		return err
 	}
-	a := &agent{o: o, log: o.Log, since: time.Now(), tried: tried, told: told{}, complaints: map[string]string{}}
+	a := &agent{o: o, log: o.Log, since: time.Now(), tried: tried, told: told{}, complaints: map[string]string{}, corrected: corrected{}}
 	if a.tree, err = cgroup.Find(o.CgroupRoot); err != nil {
 		return err
 	}
+	a.keeper = cgroup.NewKeeper(a.tree)
 	where := conn.Options{CgroupRoot: a.tree.Dir, BPFFS: o.BPFFS}
 	web, err := listenWeb(o.Listen, o.WebConfig)
 	if err != nil {
@@ -271,6 +274,8 @@ func (a *agent) loop(ctx context.Context, requests <-chan request, contents <-ch
 	defer tick.Stop()
 	reconcile := time.NewTicker(settleEvery)
 	defer reconcile.Stop()
+	check := time.NewTicker(cgroup.CheckEvery)
+	defer check.Stop()
 	rounds := 0
 	for {
 		select {
@@ -296,6 +301,8 @@ func (a *agent) loop(ctx context.Context, requests <-chan request, contents <-ch
 			}
 		case <-tick.C:
 			a.tick()
+		case now := <-check.C:
+			a.keep(now)
 		case <-reconcile.C:
 			a.reconcileOnce(ctx)
 			if rounds++; rounds == 2 {
@@ -351,6 +358,7 @@ func (a *agent) publish() {
 		Generation: a.generation, PolicyHash: a.plan.Hash, Conditions: unique,
 		LastReload: a.last, ReloadFailures: a.failures,
 		SlotsReclaimed: a.reclaimed, ReconcileErrors: a.reconcileErrors,
+		ValuesCorrected: a.corrected.list(a.plan),
 	})
 }
 
@@ -368,6 +376,7 @@ func (a *agent) sources() metrics.Sources {
 			return metrics.Agent{
 				Generation: i.Generation, LastReload: i.LastReload.Time, LastReloadSuccessful: i.LastReload.Error == "",
 				ReloadFailures: i.ReloadFailures, SlotsReclaimed: i.SlotsReclaimed, ReconcileErrors: i.ReconcileErrors,
+				ValuesCorrected: i.ValuesCorrected,
 			}
 		},
 	}

@@ -43,6 +43,7 @@
 //	agent.go     Run, the loop, the ticks
 //	reload.go    the transaction, the members
 //	watch.go     when the policy files have new content
+//	keep.go      values that others change are put back
 //	refusals.go  which refusals are news
 //	admin.go     the admin socket; client.go its other end
 //	web.go       the metrics listener

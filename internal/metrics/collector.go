@@ -31,6 +31,15 @@ type Agent struct {
 	ReloadFailures       uint64
 	SlotsReclaimed       uint64
 	ReconcileErrors      uint64
+	ValuesCorrected      []Corrected
+}
+
+// Corrected counts, for one compartment, the values that others changed and the agent put
+// back. The feature of the parent slice is "".
+type Corrected struct {
+	Feature string `json:"feature"`
+	Tenant  string `json:"tenant"`
+	Count   uint64 `json:"count"`
 }
 
 // Sources are read at scrape time, from several goroutines but each by one at
@@ -76,7 +85,7 @@ type descs struct {
 	cpuThrottledPeriods, cpuThrottled             *prometheus.Desc
 	waiting, stalled, oomKills, memory            *prometheus.Desc
 	generation, reloadOK, reloadTime, reloadFails *prometheus.Desc
-	reclaimed, reconcileErrors                    *prometheus.Desc
+	reclaimed, reconcileErrors, corrected         *prometheus.Desc
 	slots, slotsMax, slotsFull                    *prometheus.Desc
 	underflow, refusedEarlier, uncounted          *prometheus.Desc
 	scrapeOK, buildInfo                           *prometheus.Desc
@@ -119,6 +128,8 @@ func newDescs() descs {
 		reclaimed:       desc("slots_reclaimed_total", "Slots that reconciling freed because their connection was gone."),
 		reconcileErrors: desc("reconcile_errors_total", "Network namespaces or tables that reconciling could not read; nothing is freed there."),
 
+		corrected: desc("cgroup_values_corrected_total", "Values of the compartment's cgroups that somebody else changed and the agent put back. Those of the slice around all compartments are in the one without feature_group.", group...),
+
 		slots:          desc("slots", "Connections that hold a slot now."),
 		slotsMax:       desc("slots_max", "Connections that can hold a slot at one time."),
 		slotsFull:      desc("slots_full_total", "Connections that found no room for their slot: let through uncounted, or refused where the policy says exhausted: refuse."),
@@ -137,7 +148,7 @@ func (c *Collector) Describe(ch chan<- *prometheus.Desc) {
 	for _, desc := range []*prometheus.Desc{
 		d.current, d.max, d.accepted, d.rejected, d.wouldReject, d.bytes, d.connections, d.open, d.idle,
 		d.cpuUsage, d.cpuPeriods, d.cpuThrottledPeriods, d.cpuThrottled, d.waiting, d.stalled, d.oomKills, d.memory,
-		d.generation, d.reloadOK, d.reloadTime, d.reloadFails, d.reclaimed, d.reconcileErrors,
+		d.generation, d.reloadOK, d.reloadTime, d.reloadFails, d.reclaimed, d.reconcileErrors, d.corrected,
 		d.slots, d.slotsMax, d.slotsFull, d.underflow, d.refusedEarlier, d.uncounted, d.scrapeOK, d.buildInfo,
 	} {
 		ch <- desc
@@ -183,6 +194,9 @@ func (c *Collector) collectAgent(put emit) {
 	put(c.d.reloadFails, prometheus.CounterValue, float64(a.ReloadFailures))
 	put(c.d.reclaimed, prometheus.CounterValue, float64(a.SlotsReclaimed))
 	put(c.d.reconcileErrors, prometheus.CounterValue, float64(a.ReconcileErrors))
+	for _, k := range a.ValuesCorrected {
+		put(c.d.corrected, prometheus.CounterValue, float64(k.Count), k.Feature, k.Tenant)
+	}
 }
 
 func (c *Collector) collectConnections(put emit, s *conn.Snapshot) {
