@@ -94,16 +94,21 @@ func units(t *testing.T) {
 // own is what systemd, the kernel and the drop-ins say of the units.
 func own(t *testing.T) string {
 	t.Helper()
-	return sh(t, `for u in `+strings.Join(theirs, " ")+`; do echo $u; systemctl show -p CPUWeight,CPUQuotaPerSecUSec,CPUQuotaPeriodUSec,MemoryHigh,MemoryMax,TasksMax $u
-	cd `+root+`$(systemctl show -P ControlGroup $u); grep -H . cpu.weight cpu.idle cpu.max memory.high memory.max pids.max 2>&1 | sort; done
-echo inner $(cat `+root+`/system.slice/delegate.service/inner/pids.max)
-getfattr -R -m - `+root+`/system.slice 2>/dev/null || true
-find /etc/systemd/system.control /run/systemd/system.control /run/systemd/transient -type f 2>/dev/null | sort | while read f; do echo "$f:"; cat "$f"; done`)
+	var files []string
+	for _, u := range theirs {
+		for _, f := range []string{"cpu.weight", "cpu.idle", "cpu.max", "memory.high", "memory.max", "pids.max"} {
+			files = append(files, filepath.Join(root, cgroupOf(u), f))
+		}
+	}
+	return sh(t, `systemctl show -p Id,ControlGroup,CPUWeight,CPUQuotaPerSecUSec,CPUQuotaPeriodUSec,MemoryHigh,MemoryMax,TasksMax `+strings.Join(theirs, " ")+`
+grep -H . `+strings.Join(files, " ")+` `+root+`/system.slice/delegate.service/inner/pids.max 2>&1
+find /etc/systemd/system.control /run/systemd/system.control /run/systemd/transient -type f 2>/dev/null | sort | xargs grep -H .`)
 }
 
 // ownSettles polls until own is as it was: systemd answers before it has turned a controller off.
 func ownSettles(t *testing.T, when, want string) {
 	t.Helper()
+	defer func(begun time.Time) { t.Logf("%s: %v", when, time.Since(begun)) }(time.Now())
 	kerneltest.Poll(t, when+": all is as it was", func() error {
 		if now := own(t); now != want {
 			return fmt.Errorf("%s\nwas:\n%s", now, want)
@@ -234,7 +239,7 @@ func TestForeignChange(t *testing.T) {
 	back("a reload", 2, 3, 1)
 	// What systemd is told to forget is set again.
 	sh(t, "systemctl revert stated.service")
-	back("systemctl revert", 2, 7, 1) // idle, quota, memory and tasks
+	back("systemctl revert", 2, 8, 1) // weight, idle, quota, memory and tasks
 	a.kill()
 	sh(t, "bulkhead detach")
 	if now := sh(t, "systemctl show -P CPUWeight plain.service admins.service stated.service"); now != "201\n\n202\n\nidle" {
