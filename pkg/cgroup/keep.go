@@ -135,15 +135,16 @@ func (k *Keeper) set(g *kept) []Correction {
 			was[v.File] = now
 		}
 	}
+	var refused []string
 	if isSlice(g.Path) {
-		g.values, g.conds = k.tree.setOwn(g.Path, g.feature)
+		g.values, refused, g.conds = k.tree.setOwn(g.Path, g.feature)
 	} else {
-		g.values, g.conds = k.tree.setForeign(g.Path, g.feature)
+		g.values, refused, g.conds = k.tree.setForeign(g.Path, g.feature)
 	}
 	for _, v := range before {
 		// A slice of ours that has lost a file is to get it back.
 		if isSlice(g.Path) && held[v.File] && !slices.ContainsFunc(g.values, func(w Value) bool { return w.File == v.File }) && !k.tree.has(g.Path, v.File) {
-			g.values = append(g.values, v)
+			g.values, refused = append(g.values, v), append(refused, v.File)
 		}
 	}
 	g.held = make(map[string]bool, len(g.values))
@@ -151,7 +152,7 @@ func (k *Keeper) set(g *kept) []Correction {
 	for _, v := range g.values {
 		same := slices.Contains(before, v) && held[v.File]
 		now, changed := was[v.File]
-		if _, ok := k.reads(g, v); !ok {
+		if slices.Contains(refused, v.File) {
 			// It counts as somebody's change for as long as it cannot be put back.
 			g.held[v.File] = same && changed
 			continue
@@ -183,10 +184,11 @@ func (k *Keeper) Check(now time.Time) []Correction {
 			// A controller was turned off above it.
 			conds, _ = k.tree.EnsureSlices(k.plan)
 		}
-		put = append(put, k.set(g)...)
+		fixed := k.set(g)
+		put = append(put, fixed...)
 		g.conds = append(conds, g.conds...)
 		g.next, g.retry = now.Add(CheckEvery), now.Add(retryEvery)
-		if changed, _ = k.changed(g); changed {
+		if changed && len(fixed) == 0 {
 			g.next = g.retry // it cannot be put back
 		}
 	}

@@ -188,8 +188,9 @@ func askedOf(plan *policy.Plan, adopted []Adopted) map[string]*policy.Feature {
 	return out
 }
 
-// setOwn sets a slice of ours and says to what; f is nil where the plan asks for nothing.
-func (t *Tree) setOwn(p string, f *policy.Feature) (values []Value, conds []Condition) {
+// setOwn sets a slice of ours and says to what, and which files could not be set; f is nil where
+// the plan asks for nothing.
+func (t *Tree) setOwn(p string, f *policy.Feature) (values []Value, refused []string, conds []Condition) {
 	has := func(file string) bool { return t.has(p, file) }
 	values = Defaults(has)
 	switch {
@@ -199,19 +200,20 @@ func (t *Tree) setOwn(p string, f *policy.Feature) (values []Value, conds []Cond
 		values = over(values, Values(f.CPU, f.Memory, f.Pids, has))
 		conds = t.unwritable(p, f, has, false)
 	}
-	return values, append(conds, t.set(p, values)...)
+	refused, cs := t.set(p, values)
+	return values, refused, append(conds, cs...)
 }
 
-// setForeign sets a cgroup of somebody else's, says to what, keeps what it replaces, and
+// setForeign does for a cgroup of somebody else's what setOwn does, keeps what it replaces, and
 // puts back what the plan no longer asks for. What the back end keeps is put back by it
 // (Backend.Restore).
-func (t *Tree) setForeign(p string, f *policy.Feature) (safe []Value, conds []Condition) {
+func (t *Tree) setForeign(p string, f *policy.Feature) (safe []Value, refused []string, conds []Condition) {
 	kept, err := t.originals(p)
 	if err != nil {
 		if gone(err) {
-			return nil, nil
+			return nil, nil, nil
 		}
-		return nil, []Condition{shortfall(TypeCPU, ReasonOriginalUnsafe, "%v", err)}
+		return nil, nil, []Condition{shortfall(TypeCPU, ReasonOriginalUnsafe, "%v", err)}
 	}
 	var want []Value
 	has := func(file string) bool { return t.can(p, file) }
@@ -220,7 +222,7 @@ func (t *Tree) setForeign(p string, f *policy.Feature) (safe []Value, conds []Co
 		conds = t.unwritable(p, f, has, true)
 	}
 	if len(want) == 0 && len(kept) == 0 {
-		return nil, conds
+		return nil, nil, conds
 	}
 
 	// First on record, then changed: a crash in between costs nothing.
@@ -245,7 +247,8 @@ func (t *Tree) setForeign(p string, f *policy.Feature) (safe []Value, conds []Co
 		}
 	}
 	back := released(kept, safe)
-	conds = append(conds, t.set(p, over(back, safe))...)
+	refused, cs := t.set(p, over(back, safe))
+	conds = append(conds, cs...)
 	for _, v := range back {
 		// Forgotten only when it is really back.
 		now, err := t.read(p, v.File)
@@ -257,7 +260,7 @@ func (t *Tree) setForeign(p string, f *policy.Feature) (safe []Value, conds []Co
 			conds = append(conds, t.forgetOriginal(p, "cpu.weight")...)
 		}
 	}
-	return safe, conds
+	return safe, refused, conds
 }
 
 // can reports whether a file of a cgroup of others can have a value: it is there, or the
@@ -355,26 +358,28 @@ func (t *Tree) lacks(p, controller string) Condition {
 }
 
 // set writes values file by file, so that one that is refused leaves the rest
-// in force.
-func (t *Tree) set(p string, values []Value) []Condition {
-	var conds []Condition
+// in force, and says which were.
+func (t *Tree) set(p string, values []Value) (refused []string, conds []Condition) {
 	for _, v := range values {
 		if v.File == "memory.max" || v.File == "pids.max" {
-			if c, refused := t.belowUse(p, v); refused {
-				conds = append(conds, c)
+			if c, below := t.belowUse(p, v); below {
+				refused, conds = append(refused, v.File), append(conds, c)
 				continue
 			}
 		}
 		if err := t.Backend.Set(p, []Value{v}); err != nil {
 			if gone(err) {
 				if _, err := t.Get(p); errors.Is(err, ErrGone) {
-					return nil
+					for _, v := range values {
+						refused = append(refused, v.File)
+					}
+					return refused, nil
 				}
 			}
-			conds = append(conds, shortfall(typeOf(v.File), ReasonWriteFailed, "%v", err))
+			refused, conds = append(refused, v.File), append(conds, shortfall(typeOf(v.File), ReasonWriteFailed, "%v", err))
 		}
 	}
-	return conds
+	return refused, conds
 }
 
 // belowUse reports whether a limit is below what the cgroup uses, with processes in it,
