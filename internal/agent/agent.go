@@ -301,8 +301,9 @@ func (a *agent) loop(ctx context.Context, requests <-chan request, contents <-ch
 			}
 		case <-tick.C:
 			a.tick()
-		case now := <-check.C:
-			a.keep(now)
+		case <-check.C:
+			a.keep()
+			check.Reset(cgroup.CheckEvery) // from its end: never sooner
 		case <-reconcile.C:
 			a.reconcileOnce(ctx)
 			if rounds++; rounds == 2 {

@@ -39,8 +39,8 @@ func (c corrected) list(plan *policy.Plan) []metrics.Corrected {
 }
 
 // keep looks whether all values are as they were set, and puts back what others have changed.
-func (a *agent) keep(now time.Time) {
-	put := a.keeper.Check(now)
+func (a *agent) keep() {
+	put := a.keeper.Check(time.Now())
 	a.tellCorrected(put)
 	before := a.values
 	a.values = a.keeper.Conditions()

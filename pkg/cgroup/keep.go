@@ -172,8 +172,7 @@ func (k *Keeper) Check(now time.Time) []Correction {
 	for _, p := range slices.Sorted(maps.Keys(k.kept)) {
 		g := k.kept[p]
 		changed, lost := k.changed(g)
-		// A tick comes early or late by a little.
-		if !(changed && !now.Before(g.next.Add(-CheckEvery/10)) || len(g.conds) > 0 && !now.Before(g.retry)) {
+		if !(changed && !now.Before(g.next) || len(g.conds) > 0 && !now.Before(g.retry)) {
 			continue
 		}
 		if c, err := k.tree.Get(p); err != nil || c.ID != g.ID {

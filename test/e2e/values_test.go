@@ -61,9 +61,23 @@ func TestValuesPutBack(t *testing.T) {
 	set(t, parse, "cpu.weight", "8")
 	set(t, filepath.Dir(n.slice("chat")), "cpu.weight", "3000")
 	changed := time.Now()
+	put := func(was string) (at []time.Time) {
+		t.Helper()
+		for _, l := range n.lines() {
+			if !strings.Contains(l.text, `"was":"`+was+`"`) {
+				continue
+			}
+			var x struct{ Time time.Time }
+			if err := json.Unmarshal([]byte(l.text), &x); err != nil {
+				t.Fatal(err)
+			}
+			at = append(at, x.Time)
+		}
+		return at
+	}
 	corrected("put back", map[string]int{"chat": 0, "batch": 2, "parse": 1})
-	if took := time.Since(changed); took > 15*time.Second {
-		t.Errorf("it took %v", took)
+	if at := put("8"); len(at) != 1 || at[0].Sub(changed) > 15*time.Second { // ten, and what a busy machine takes
+		t.Errorf("changed at %v, put back at %v", changed, at)
 	}
 	wantValues(t, n.slice("batch"), map[string]string{"cpu.max": "150000 100000", "memory.max": fmt.Sprint(2 << 30)})
 	wantValues(t, parse, map[string]string{"cpu.weight": "7"})
@@ -102,18 +116,11 @@ func TestValuesPutBack(t *testing.T) {
 		t.Errorf("the other one wrote %d times", writes)
 	}
 	var last time.Time
-	for _, l := range n.lines() {
-		if !strings.Contains(l.text, `"was":"9"`) {
-			continue
-		}
-		at := struct{ Time time.Time }{}
-		if err := json.Unmarshal([]byte(l.text), &at); err != nil {
-			t.Fatal(err)
-		}
-		if between := at.Time.Sub(last); between < 9*time.Second {
+	for _, at := range put("9") {
+		if between := at.Sub(last); between < 10*time.Second {
 			t.Errorf("put back twice within %v", between)
 		}
-		last = at.Time
+		last = at
 	}
 	n.must("detach")
 	wantValues(t, parse, map[string]string{"cpu.weight": "100", "cpu.max": "max 100000", "memory.max": "max"})
