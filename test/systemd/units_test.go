@@ -108,7 +108,6 @@ find /etc/systemd/system.control /run/systemd/system.control /run/systemd/transi
 // ownSettles polls until own is as it was: systemd answers before it has turned a controller off.
 func ownSettles(t *testing.T, when, want string) {
 	t.Helper()
-	defer func(begun time.Time) { t.Logf("%s: %v", when, time.Since(begun)) }(time.Now())
 	kerneltest.Poll(t, when+": all is as it was", func() error {
 		if now := own(t); now != want {
 			return fmt.Errorf("%s\nwas:\n%s", now, want)
