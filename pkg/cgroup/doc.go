@@ -62,7 +62,7 @@
 //	tree.go       find the mount, walk, ids
 //	slices.go     EnsureSlices, Prune, Remove
 //	values.go     plan -> values -> files
-//	keep.go       what others change is put back
+//	keep.go       what others change is put back (docs/decisions/values-looked-at.md)
 //	originals.go  what we replaced in cgroups of others
 //	backend.go    the interface, and cgroupfs behind it
 //	systemd.go    systemd behind it
