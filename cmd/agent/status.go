@@ -57,7 +57,7 @@ type compartment struct {
 	Processes int      `json:"processes"`
 	Cgroups   []member `json:"cgroups"`
 	// ValuesCorrected are values of these cgroups that others changed and the agent put back;
-	// null while no agent runs.
+	// null while no agent runs, and of default, which has no cgroups.
 	ValuesCorrected *uint64 `json:"values_corrected"`
 }
 

@@ -277,7 +277,7 @@ type status struct {
 	Compartments []struct {
 		Feature         string
 		Processes       int
-		ValuesCorrected uint64 `json:"values_corrected"`
+		ValuesCorrected *uint64 `json:"values_corrected"`
 	}
 }
 
