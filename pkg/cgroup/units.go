@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path"
 	"path/filepath"
@@ -213,7 +214,12 @@ func (b *systemd) setUnit(p string, u unit, v Value, named []systemd1.Property) 
 	if err := r.save(); err != nil {
 		return err
 	}
-	return b.await(p, holds)
+	there := func() bool { return b.t().has(p, "cgroup.procs") }
+	err = b.await(p, func() bool { return holds() || !there() })
+	if err == nil && !there() {
+		err = fs.ErrNotExist // it has stopped meanwhile
+	}
+	return err
 }
 
 func readRecord(dir string) (*unitRecord, error) {
@@ -370,14 +376,10 @@ func (b *systemd) giveBack(r *unitRecord, wanted []Value) error {
 			needed = append(needed, n.Name)
 		}
 	}
-	// In the order of the table: a quota before its period.
-	var back []string
-	for _, o := range ours {
-		if r.Properties[o.property] != nil && !slices.Contains(needed, o.property) {
-			back = append(back, o.property)
+	for _, name := range slices.Sorted(maps.Keys(r.Properties)) {
+		if slices.Contains(needed, name) {
+			continue
 		}
-	}
-	for _, name := range back {
 		if err := b.giveBackOne(r, name); err != nil {
 			return err
 		}
