@@ -241,7 +241,7 @@ func TestForeignChange(t *testing.T) {
 	back("a reload", 2, 3, 1)
 	// What systemd is told to forget is set again.
 	sh(t, "systemctl revert stated.service; systemctl daemon-reload") // which 257 does not do itself
-	back("systemctl revert", 2, 8, 1) // weight, idle, quota, memory and tasks
+	back("systemctl revert", 2, 8, 1)                                 // weight, idle, quota, memory and tasks
 	a.kill()
 	sh(t, "bulkhead detach")
 	if now := sh(t, "systemctl show -P CPUWeight plain.service admins.service stated.service"); now != "201\n\n202\n\nidle" {
