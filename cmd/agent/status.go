@@ -46,6 +46,9 @@ type agentStatus struct {
 	Since   *time.Time `json:"since,omitempty"`
 	// Processes is about those that match by what they are.
 	Processes *agent.Processes `json:"processes,omitempty"`
+	// ValuesCorrected are values that others changed and the agent put back, since it runs,
+	// those of the parent slice among them.
+	ValuesCorrected *uint64 `json:"values_corrected,omitempty"`
 }
 
 type compartment struct {
@@ -55,6 +58,9 @@ type compartment struct {
 	// Processes are those in this compartment and in no other.
 	Processes int      `json:"processes"`
 	Cgroups   []member `json:"cgroups"`
+	// ValuesCorrected are values of these cgroups that others changed and the agent put back;
+	// null while no agent runs, and of default, which has no cgroups.
+	ValuesCorrected *uint64 `json:"values_corrected"`
 }
 
 type member struct {
@@ -65,7 +71,12 @@ type member struct {
 	CompetesIn string `json:"competes_in"`
 	// CPU has the kernel's values, but for UsageUsec, which is without the
 	// cgroups of other rows nested in this one.
-	CPU      cgroup.CPUStat    `json:"cpu"`
+	CPU cgroup.CPUStat `json:"cpu"`
+	// Effective is what quota and weight come to here.
+	cgroup.Effective
+	// RealtimeThreads are threads in this row's cgroups alone that no weight or quota holds for.
+	RealtimeThreads int `json:"realtime_threads"`
+
 	Memory   cgroup.MemoryStat `json:"memory"`
 	Pressure cgroup.Pressure   `json:"pressure"`
 }
@@ -111,7 +122,9 @@ kernel's own maps, so it works while the agent is down. Needs root.
 
 CPU time is of one row only: a tenant's is not in that of its feature, whose
 slice is around the tenant's, so a sum over all rows counts nothing twice.
-Memory and quotas are the kernel's own, with all below.
+Memory and throttling are the kernel's own, with all below. QUOTA is the smallest
+of the cgroup and those around it. WEIGHT is the cgroup's own, and what it comes to
+beside the siblings of the same parent that have processes.
 
 Each condition is a shortfall: {type, status, reason, message}. With --check the
 exit code is 1 if anything needs attention: the agent is not running, nothing is
@@ -119,7 +132,9 @@ in force or another release of bulkhead is, programs are not attached or cannot 
 looked at, pins were removed and cannot be put back, the last reload was refused,
 CPU or memory values that the policy asks for are not in force, slots ran out, or
 counts went wrong. Informative conditions do not count: Errno (this
-kernel fails connect() with EPERM whatever the policy says), Programs (others
+kernel fails connect() with EPERM whatever the policy says), Scheduling (threads
+that weights do not hold for, a scheduler that need not heed them, a realtime
+feature that its quota stalls), Programs (others
 have programs on our hooks), Namespaces (some sockets could not be looked at),
 Slices (a feature left the policy and its processes are still running).`,
 		Example: `  bulkhead status
@@ -163,7 +178,7 @@ const (
 
 // needsAttention is what --check fails on, and its help lists.
 func needsAttention(c cgroup.Condition) bool {
-	return !slices.Contains([]string{condErrno, condPrograms, condNamespaces, condSlices}, c.Type)
+	return !slices.Contains([]string{condErrno, condPrograms, condNamespaces, condSlices, cgroup.TypeScheduling}, c.Type)
 }
 
 func shortfall(typ, reason, format string, args ...any) cgroup.Condition {
@@ -202,10 +217,14 @@ func (a *app) status(ctx context.Context) (*status, error) {
 		return nil, err
 	}
 	s.fill(snap)
+	s.corrected(info)
 	if running {
 		s.Conditions = append(s.Conditions, info.Conditions...)
 	} else {
 		s.Conditions = append(s.Conditions, controllers(tree, snap.Plan)...)
+	}
+	if err := s.scheduling(tree); err != nil {
+		return nil, err
 	}
 	s.Slots.Moved = moved(tree, snap)
 	var dirs []string
@@ -231,6 +250,22 @@ func (a *app) askAgent(ctx context.Context, s *status, where conn.Options) (agen
 	}
 	s.Conditions = append(s.Conditions, shortfall(condAgent, "NotRunning", "%s: nothing reloads, adopts or reconciles", message))
 	return info, false
+}
+
+// corrected fills in what the agent put back.
+func (s *status) corrected(info agent.Info) {
+	total := uint64(0)
+	for _, k := range info.ValuesCorrected {
+		total += k.Count
+		for i, c := range s.Compartments {
+			if c.Feature == k.Feature && c.Tenant == k.Tenant {
+				s.Compartments[i].ValuesCorrected = &k.Count
+			}
+		}
+	}
+	if s.Agent.Running {
+		s.Agent.ValuesCorrected = &total
+	}
 }
 
 func (s *status) fill(snap *conn.Snapshot) {
@@ -274,6 +309,13 @@ func compartments(tree *cgroup.Tree, snap *conn.Snapshot) ([]compartment, error)
 		if err != nil {
 			return nil, err
 		}
+		effective, err := tree.Effective(m.cgroup.Path)
+		if errors.Is(err, cgroup.ErrGone) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
 		for p := path.Dir(m.cgroup.Path); p != "/" && p != "."; p = path.Dir(p) {
 			if around, ok := owner[p]; ok {
 				out[around].Processes -= stat.Processes
@@ -284,7 +326,7 @@ func compartments(tree *cgroup.Tree, snap *conn.Snapshot) ([]compartment, error)
 		out[i].Processes += stat.Processes
 		out[i].Cgroups = append(out[i].Cgroups, member{
 			Path: m.cgroup.Path, ID: m.cgroup.ID, Adopted: m.cgroup.Path != snap.Plan.Compartments[i].Slice,
-			CompetesIn: path.Dir(m.cgroup.Path), CPU: stat.CPU, Memory: stat.Memory, Pressure: stat.Pressure,
+			CompetesIn: path.Dir(m.cgroup.Path), CPU: stat.CPU, Effective: effective, Memory: stat.Memory, Pressure: stat.Pressure,
 		})
 	}
 	usage = cgroup.OwnUsage(usage)
@@ -472,6 +514,9 @@ func (s *status) table(w io.Writer) error {
 			fmt.Fprintf(w, "\n%s: admitted in another compartment than where the process is now, and counted there until the end\n", plural(s.Slots.Moved, "connection"))
 		}
 	}
+	if n := s.Agent.ValuesCorrected; n != nil && *n > 0 {
+		fmt.Fprintf(w, "\n%s of cgroups: changed by somebody else and put back since the agent runs; its log says which\n", plural(int(*n), "value"))
+	}
 	return printConditions(w, s.Conditions)
 }
 
@@ -518,7 +563,7 @@ func (s *status) compartmentRows() [][]string {
 			if m.Adopted {
 				at += " (adopted)"
 			}
-			rows = append(rows, []string{name, class, processes, at, weightText(m.CPU), quotaText(m.CPU.Max),
+			rows = append(rows, []string{name, class, processes, at, weightText(m), quotaText(m),
 				age(time.Duration(m.CPU.UsageUsec) * time.Microsecond), age(time.Duration(m.CPU.ThrottledUsec) * time.Microsecond), memoryText(m.Memory)})
 			name, class, processes = "", "", ""
 		}
@@ -526,21 +571,31 @@ func (s *status) compartmentRows() [][]string {
 	return rows
 }
 
-func weightText(c cgroup.CPUStat) string {
+// weightText is the weight and what it comes to among which siblings.
+func weightText(m member) string {
+	text := "-"
 	switch {
-	case c.Idle:
-		return "idle"
-	case c.Weight == nil:
-		return "-"
+	case m.CPU.Idle:
+		text = "idle"
+	case m.CPU.Weight != nil:
+		text = fmt.Sprint(*m.CPU.Weight)
 	}
-	return fmt.Sprint(*c.Weight)
+	if m.Share != nil {
+		text += fmt.Sprintf(" (%.2f of %s)", *m.Share, m.CompetesIn)
+	}
+	return text
 }
 
-func quotaText(q *cgroup.Quota) string {
-	if q == nil || q.PeriodUsec == 0 {
+// quotaText is the quota that holds, and whose it is if it is not the cgroup's own.
+func quotaText(m member) string {
+	if m.Effective.CPU == nil {
 		return "-"
 	}
-	return fmt.Sprintf("%d%%", q.QuotaUsec*100/q.PeriodUsec)
+	text := fmt.Sprintf("%d%%", int(*m.Effective.CPU*100+0.5))
+	if m.CPUFrom != m.Path {
+		text += fmt.Sprintf(" (of %s)", m.CPUFrom)
+	}
+	return text
 }
 
 func memoryText(m cgroup.MemoryStat) string {

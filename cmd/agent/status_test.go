@@ -9,6 +9,7 @@ import (
 
 	"bulkhead/pkg/cgroup"
 	"bulkhead/pkg/conn"
+	"bulkhead/pkg/policy"
 )
 
 // What the kernel side shows becomes conditions, and of which --check fails.
@@ -48,4 +49,35 @@ func TestKernelConditions(t *testing.T) {
 			t.Errorf("all is well, and yet %+v", x)
 		}
 	}
+}
+
+// A realtime feature that its quota stalls is warned of from more than one of a hundred periods on.
+func TestThrottled(t *testing.T) {
+	of := func(class policy.Class, throttled uint64, quota *cgroup.Quota) []cgroup.Condition {
+		return schedulingOf(class, cgroup.CPUStat{NrPeriods: 1000, NrThrottled: throttled, Max: quota})
+	}
+	quota := &cgroup.Quota{QuotaUsec: 50000, PeriodUsec: 100000}
+	for name, got := range map[string][]cgroup.Condition{
+		"one of a hundred":     of(policy.Realtime, 10, quota),
+		"of another class":     of(policy.Batch, 500, quota),
+		"no quota any more":    of(policy.Realtime, 500, nil),
+		"no periods, no stall": schedulingOf(policy.Realtime, cgroup.CPUStat{Max: quota}),
+	} {
+		if len(got) > 0 {
+			t.Errorf("%s: %+v", name, got)
+		}
+	}
+	got := of(policy.Realtime, 11, quota)
+	if len(got) != 1 || got[0].Type != "Scheduling" || got[0].Reason != "Throttled" || needsAttention(got[0]) {
+		t.Fatalf("%+v, want one condition that needs no attention", got)
+	}
+	for _, w := range []string{"11 of 1000", "1.1 %", "/system.slice/chat.service", "features.chat.cpu.max"} {
+		if !strings.Contains(got[0].Message, w) {
+			t.Errorf("%q does not say %q", got[0].Message, w)
+		}
+	}
+}
+
+func schedulingOf(class policy.Class, cpu cgroup.CPUStat) []cgroup.Condition {
+	return throttled([]compartment{{Feature: "chat", Class: class, Cgroups: []member{{Path: "/system.slice/chat.service", CPU: cpu}}}})
 }

@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"bulkhead/internal/metrics"
 	"bulkhead/pkg/cgroup"
 )
 
@@ -37,6 +38,9 @@ type Info struct {
 	ReconcileErrors uint64  `json:"reconcile_errors"`
 	// Processes is about those that match by what they are.
 	Processes Processes `json:"processes"`
+	// ValuesCorrected are values that others changed and the agent put back, since it runs:
+	// one for each compartment, and one without a feature for the parent slice.
+	ValuesCorrected []metrics.Corrected `json:"values_corrected"`
 }
 
 // Outcome is how a reload ended: the answer to POST /v1/reload.

@@ -62,6 +62,7 @@ type agent struct {
 	log    *slog.Logger
 	since  time.Time
 	tree   *cgroup.Tree
+	keeper *cgroup.Keeper
 	kernel *conn.Kernel
 	reader *conn.Reader
 
@@ -71,15 +72,16 @@ type agent struct {
 	placement  placement
 
 	setup, values, reconcile, pins, back, placing []cgroup.Condition
-	draining                             string
-	complaints                           map[string]string
-	told                                 told
+	draining                                      string
+	complaints                                    map[string]string
+	told                                          told
 
 	tried    string // content hash that was tried last, "" if that is not known
 	last     Outcome
 	failures uint64
 
 	reclaimed, reconcileErrors uint64
+	corrected                  corrected
 
 	info   atomic.Pointer[Info]
 	groups atomic.Pointer[groups]
@@ -135,12 +137,13 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err != nil {
 		return err
 	}
-	a := &agent{o: o, log: o.Log, since: time.Now(), tried: tried, told: told{}, complaints: map[string]string{}}
+	a := &agent{o: o, log: o.Log, since: time.Now(), tried: tried, told: told{}, complaints: map[string]string{}, corrected: corrected{}}
 	if a.tree, err = cgroup.Find(o.CgroupRoot); err != nil {
 		return err
 	}
 	a.procs = processes{tree: a.tree, log: a.log}
 	defer func() { a.procs.close() }()
+	a.keeper = cgroup.NewKeeper(a.tree)
 	where := conn.Options{CgroupRoot: a.tree.Dir, BPFFS: o.BPFFS}
 	web, err := listenWeb(o.Listen, o.WebConfig)
 	if err != nil {
@@ -285,6 +288,8 @@ func (a *agent) loop(ctx context.Context, requests <-chan request, contents <-ch
 	defer tick.Stop()
 	reconcile := time.NewTicker(settleEvery)
 	defer reconcile.Stop()
+	check := time.NewTicker(cgroup.CheckEvery)
+	defer check.Stop()
 	rounds := 0
 	var (
 		changed <-chan struct{}
@@ -334,6 +339,9 @@ func (a *agent) loop(ctx context.Context, requests <-chan request, contents <-ch
 			}
 		case <-tick.C:
 			a.tick()
+		case <-check.C:
+			a.keep()
+			check.Reset(cgroup.CheckEvery) // from its end: never sooner
 		case <-reconcile.C:
 			a.reconcileOnce(ctx)
 			if rounds++; rounds == 2 {
@@ -391,7 +399,8 @@ func (a *agent) publish() {
 		Generation: a.generation, PolicyHash: a.plan.Hash, Conditions: unique,
 		LastReload: a.last, ReloadFailures: a.failures,
 		SlotsReclaimed: a.reclaimed, ReconcileErrors: a.reconcileErrors,
-		Processes: procs,
+		Processes:       procs,
+		ValuesCorrected: a.corrected.list(a.plan),
 	})
 }
 
@@ -410,6 +419,7 @@ func (a *agent) sources() metrics.Sources {
 				Generation: i.Generation, LastReload: i.LastReload.Time, LastReloadSuccessful: i.LastReload.Error == "",
 				ReloadFailures: i.ReloadFailures, SlotsReclaimed: i.SlotsReclaimed, ReconcileErrors: i.ReconcileErrors,
 				ProcessesMoved: i.Processes.Moved, MembershipLost: i.Processes.Lost, ProcessesSkipped: i.Processes.Skipped,
+				ValuesCorrected: i.ValuesCorrected,
 			}
 		},
 	}

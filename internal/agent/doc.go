@@ -47,6 +47,7 @@
 //	watch.go     when the policy files have new content
 //	tree.go      when cgroups come and go
 //	processes.go who matches by what it is, and is moved
+//	keep.go      values that others change are put back
 //	refusals.go  which refusals are news
 //	admin.go     the admin socket; client.go its other end
 //	web.go       the metrics listener

@@ -247,11 +247,12 @@ func (a *agent) adopt() {
 // are already set.
 func (a *agent) settle(p placement) {
 	a.placement = p
-	conds, err := a.tree.SetValues(a.plan, p.adopted)
+	put, err := a.keeper.SetValues(a.plan, p.adopted)
+	a.tellCorrected(put)
+	a.values = a.keeper.Conditions()
 	if err != nil {
-		conds = append(conds, condition(cgroup.TypeCPU, cgroup.ReasonWriteFailed, err))
+		a.values = append(a.values, condition(cgroup.TypeCPU, cgroup.ReasonWriteFailed, err))
 	}
-	a.values = conds
 	a.groups.Store(&groups{plan: a.plan, list: p.groups})
 }
 

@@ -37,6 +37,15 @@ type Agent struct {
 	ProcessesMoved   uint64
 	MembershipLost   uint64
 	ProcessesSkipped map[string]uint64
+	ValuesCorrected  []Corrected
+}
+
+// Corrected counts, for one compartment, the values that others changed and the agent put
+// back. The feature of the parent slice is "".
+type Corrected struct {
+	Feature string `json:"feature"`
+	Tenant  string `json:"tenant"`
+	Count   uint64 `json:"count"`
 }
 
 // Sources are read at scrape time, from several goroutines but each by one at
@@ -82,7 +91,7 @@ type descs struct {
 	cpuThrottledPeriods, cpuThrottled             *prometheus.Desc
 	waiting, stalled, oomKills, memory            *prometheus.Desc
 	generation, reloadOK, reloadTime, reloadFails *prometheus.Desc
-	reclaimed, reconcileErrors                    *prometheus.Desc
+	reclaimed, reconcileErrors, corrected         *prometheus.Desc
 	processesMoved, membershipLost                *prometheus.Desc
 	processesSkipped                              *prometheus.Desc
 	slots, slotsMax, slotsFull                    *prometheus.Desc
@@ -130,6 +139,7 @@ func newDescs() descs {
 		processesMoved:   desc("processes_moved_total", "Processes that were moved into the compartment that they match by exe, cmdline or user."),
 		membershipLost:   desc("membership_lost_total", "Processes that had been moved into their compartment and were found outside of it later."),
 		processesSkipped: desc("processes_skipped_total", "Looks at a process that matches and may not be moved: it is in a unit, scope or directory that somebody manages (managed), in a container, protected, started by bulkhead exec (explicit), it ended meanwhile (gone), cannot be read (unreadable), or the kernel or systemd refused.", "reason"),
+		corrected:        desc("cgroup_values_corrected_total", "Values of the compartment's cgroups that somebody else changed and the agent put back. Those of the slice around all compartments are in the one without feature_group.", group...),
 
 		slots:          desc("slots", "Connections that hold a slot now."),
 		slotsMax:       desc("slots_max", "Connections that can hold a slot at one time."),
@@ -149,7 +159,7 @@ func (c *Collector) Describe(ch chan<- *prometheus.Desc) {
 	for _, desc := range []*prometheus.Desc{
 		d.current, d.max, d.accepted, d.rejected, d.wouldReject, d.bytes, d.connections, d.open, d.idle,
 		d.cpuUsage, d.cpuPeriods, d.cpuThrottledPeriods, d.cpuThrottled, d.waiting, d.stalled, d.oomKills, d.memory,
-		d.generation, d.reloadOK, d.reloadTime, d.reloadFails, d.reclaimed, d.reconcileErrors,
+		d.generation, d.reloadOK, d.reloadTime, d.reloadFails, d.reclaimed, d.reconcileErrors, d.corrected,
 		d.processesMoved, d.membershipLost, d.processesSkipped,
 		d.slots, d.slotsMax, d.slotsFull, d.underflow, d.refusedEarlier, d.uncounted, d.scrapeOK, d.buildInfo,
 	} {
@@ -200,6 +210,9 @@ func (c *Collector) collectAgent(put emit) {
 	put(c.d.membershipLost, prometheus.CounterValue, float64(a.MembershipLost))
 	for reason, n := range a.ProcessesSkipped {
 		put(c.d.processesSkipped, prometheus.CounterValue, float64(n), reason)
+	}
+	for _, k := range a.ValuesCorrected {
+		put(c.d.corrected, prometheus.CounterValue, float64(k.Count), k.Feature, k.Tenant)
 	}
 }
 

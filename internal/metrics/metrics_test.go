@@ -61,7 +61,8 @@ func someCgroups() []Cgroup {
 
 func anAgent() Agent {
 	return Agent{Generation: 3, LastReload: time.UnixMilli(1_700_000_000_250), LastReloadSuccessful: true, ReloadFailures: 2, SlotsReclaimed: 5, ReconcileErrors: 6,
-		ProcessesMoved: 7, MembershipLost: 8, ProcessesSkipped: map[string]uint64{"managed": 9, "gone": 0}}
+		ProcessesMoved: 7, MembershipLost: 8, ProcessesSkipped: map[string]uint64{"managed": 9, "gone": 0},
+		ValuesCorrected: []Corrected{{}, {Feature: "chat", Count: 7}, {Feature: "chat", Tenant: "free"}}}
 }
 
 func fixed() Sources {
@@ -95,6 +96,11 @@ bulkhead_build_info{goversion="go1.26",revision="abc",version="v1.2.3"} 1
 # TYPE bulkhead_bytes_total counter
 bulkhead_bytes_total{direction="rx",feature_group="chat",provider="deepseek",tenant=""} 5000
 bulkhead_bytes_total{direction="tx",feature_group="chat",provider="deepseek",tenant=""} 1000
+# HELP bulkhead_cgroup_values_corrected_total Values of the compartment's cgroups that somebody else changed and the agent put back. Those of the slice around all compartments are in the one without feature_group.
+# TYPE bulkhead_cgroup_values_corrected_total counter
+bulkhead_cgroup_values_corrected_total{feature_group="",tenant=""} 0
+bulkhead_cgroup_values_corrected_total{feature_group="chat",tenant=""} 7
+bulkhead_cgroup_values_corrected_total{feature_group="chat",tenant="free"} 0
 # HELP bulkhead_concurrent_current Connections that hold the bulkhead now. One connection holds one bulkhead of each scope on its route: fix scope before summing.
 # TYPE bulkhead_concurrent_current gauge
 bulkhead_concurrent_current{feature_group="",provider="",scope="tenant",tenant="free"} 1

@@ -31,8 +31,18 @@ type Backend interface {
 	// Set writes values, in the order given, to a cgroup that exists: a slice
 	// of ours or one that a compartment adopted. Values that already hold are
 	// not written. On return without an error each has been read back. The
-	// originals of an adopted cgroup are on record before it is called.
+	// originals of an adopted cgroup are on record before it is called, unless Keeps says
+	// that the back end sees to them.
 	Set(path string, values []Value) error
+
+	// Keeps reports whether Set itself remembers what it replaces in this file of an
+	// adopted cgroup, for Restore. Such a file need not be there before it is set.
+	Keeps(path, file string) bool
+
+	// Restore puts back what Set has replaced and remembers, but for what wanted still
+	// names, by the path of the adopted cgroup. It is called after all has been set, and
+	// finds also what an agent before this one replaced.
+	Restore(wanted map[string][]Value) []Condition
 
 	// Remove removes a cgroup of ours. It is called for children before
 	// parents. One that does not exist is no error; one that has processes or
@@ -179,7 +189,7 @@ func (b cgroupfs) enableOne(p, controller string) (Condition, bool) {
 		case errors.Is(err, unix.EBUSY):
 			return t.inside(p, controller, pids), false
 		case errors.Is(err, unix.EINVAL) && controller == "cpu":
-			return shortfall(TypeCPU, ReasonRealtimeThreads, "cpu is not available below cgroup %s: this kernel (CONFIG_RT_GROUP_SCHED) does not group realtime threads without a budget: %v", t.path(p), err), false
+			return t.ungrouped(p, err), false
 		}
 		return shortfall(typeOf(controller), ReasonWriteFailed, "%s is not available below cgroup %s: %v", controller, t.path(p), err), false
 	}
@@ -194,6 +204,17 @@ func (b cgroupfs) enableOne(p, controller string) (Condition, bool) {
 		cond.Message += fmt.Sprintf("; it became %q and that could not be undone: %v", typ, undo)
 	}
 	return cond, false
+}
+
+// ungrouped is the condition of a kernel that gives the cpu controller to no cgroup with realtime
+// threads (EINVAL). They are named and left where they are.
+func (t *Tree) ungrouped(p string, err error) Condition {
+	found := "none is seen from here"
+	if in, err := t.Realtime([]string{p}); err == nil && len(in[p]) > 0 {
+		found = listed(in[p])
+	}
+	return shortfall(TypeCPU, ReasonRealtimeThreads,
+		"cpu unavailable: realtime threads below cgroup %s (%s), which this kernel (CONFIG_RT_GROUP_SCHED) does not group without a budget: %v; make them ordinary ones (chrt -o -p 0 PID) and reload, or boot with rt_group_sched=0 (6.15 and later); connection limits work", t.path(p), found, err)
 }
 
 func perController(names []string, f func(string) Condition) []Condition {
@@ -249,6 +270,11 @@ func (b cgroupfs) Set(p string, values []Value) error {
 	}
 	return nil
 }
+
+// Keeps: originals are kept by the tree, with the cgroup.
+func (b cgroupfs) Keeps(p, file string) bool { return false }
+
+func (b cgroupfs) Restore(wanted map[string][]Value) []Condition { return nil }
 
 func (b cgroupfs) Remove(p string) error {
 	err := unix.Rmdir(b.t.path(p))

@@ -36,7 +36,7 @@ func gone(err error) bool {
 // Condition is a shortfall that leaves everything else working. The fields are
 // those of the conditions in status.
 type Condition struct {
-	Type    string `json:"type"`   // TypeCPU, TypeMemory or TypePids
+	Type    string `json:"type"`   // one of those below
 	Status  string `json:"status"` // always "False"
 	Reason  string `json:"reason"`
 	Message string `json:"message"`
@@ -49,6 +49,8 @@ const (
 	TypePids   = "Pids"
 	// TypePlacement is about processes that a policy names by what they are.
 	TypePlacement = "Placement"
+	// TypeScheduling: what is in force counts for less than it says.
+	TypeScheduling = "Scheduling"
 )
 
 // Reasons of conditions.
@@ -65,8 +67,13 @@ const (
 	// ReasonThreaded: a threaded cgroup, in which controllers work otherwise.
 	ReasonThreaded = "ThreadedCgroup"
 	// ReasonRealtimeThreads: a kernel with CONFIG_RT_GROUP_SCHED does not give
-	// the cpu controller to cgroups with realtime threads.
+	// the cpu controller to cgroups with realtime threads; any other does, and the
+	// values do not hold for them.
 	ReasonRealtimeThreads = "RealtimeThreads"
+	// ReasonSchedExt: a BPF program schedules in place of the kernel.
+	ReasonSchedExt = "SchedExt"
+	// ReasonThrottled: a quota stalls a feature that is to answer at once.
+	ReasonThrottled = "Throttled"
 	// ReasonIdleNotInKernel: no cpu.idle; weight 1 is used instead.
 	ReasonIdleNotInKernel = "IdleNotInKernel"
 	// ReasonBelowUse: a limit of memory or processes below present use was not written.

@@ -13,7 +13,9 @@
 //	all, err := tree.Walk()
 //	adopted := cgroup.Adopt(plan, all)         // ids and levels for the kernel
 //	...the plan comes into force...
-//	conds, err = tree.SetValues(plan, adopted) // after it
+//	keeper := cgroup.NewKeeper(tree)
+//	put, err := keeper.SetValues(plan, adopted) // after it
+//	put = keeper.Check(time.Now())             // every CheckEvery: what others changed is put back
 //	tree.SendBack(keep)                        // processes that it no longer places
 //	placer := cgroup.NewPlacer(tree, plan, all)
 //	placer.Pass()                              // those that match by what they are
@@ -56,16 +58,19 @@
 // the tree, it is systemd that is asked (docs/decisions/systemd-slices.md);
 // everywhere else, in containers and below a --cgroup-root of one's own, it is
 // plain files. [Manager] says which and why. Reading is by plain files for
-// both, and so are the values of cgroups of others, still.
+// both. Values of units of others are properties of theirs
+// (docs/decisions/unit-properties.md); what is no unit has plain files.
 //
 // # Where things are
 //
 //	tree.go       find the mount, walk, ids
 //	slices.go     EnsureSlices, Prune, Remove
 //	values.go     plan -> values -> files
+//	keep.go       what others change is put back (docs/decisions/values-looked-at.md)
 //	originals.go  what we replaced in cgroups of others
 //	backend.go    the interface, and cgroupfs behind it
 //	systemd.go    systemd behind it
+//	units.go      values of units of others, and what they replaced
 //	match.go      items of match lists
 //	adopt.go      which cgroups they name, the protect list
 //	process.go    what /proc says of a process
@@ -74,5 +79,6 @@
 //	usage.go      CPU time that counts once
 //	enter.go      placement for bulkhead exec
 //	stat.go       what a cgroup has and uses
+//	effective.go  what its values come to where it lies
 //	condition.go  errors and conditions
 package cgroup

@@ -205,7 +205,7 @@ var number atomic.Int64
 
 // testTree returns a tree whose root is a new cgroup directly below the true
 // root, and removes it with all that is in it when the test ends.
-func testTree(t *testing.T) *Tree {
+func testTree(t testing.TB) *Tree {
 	t.Helper()
 	host, err := Find("")
 	if err != nil {
@@ -266,14 +266,14 @@ func cpuTree(t *testing.T) *Tree {
 	return testTree(t)
 }
 
-func must(t *testing.T, err error) {
+func must(t testing.TB, err error) {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)
 	}
 }
 
-func mkdir(t *testing.T, tree *Tree, p string) Cgroup {
+func mkdir(t testing.TB, tree *Tree, p string) Cgroup {
 	t.Helper()
 	must(t, os.MkdirAll(tree.path(p), 0o755))
 	c, err := tree.Get(p)

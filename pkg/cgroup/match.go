@@ -4,7 +4,6 @@ import (
 	"os/user"
 	"path"
 	"regexp"
-	"slices"
 	"strconv"
 	"strings"
 
@@ -72,7 +71,8 @@ func uidOf(name string) (uint32, bool) {
 
 // matchesCgroup compares the keys that are about cgroups with one cgroup.
 func (it item) matchesCgroup(p string) bool {
-	if it.Unit != "" && !(isUnit(path.Base(p)) && match(it.Unit, path.Base(p))) {
+	// Where a unit's name would be that of a control file, systemd puts "_" before it.
+	if name := strings.TrimPrefix(path.Base(p), "_"); it.Unit != "" && !(isUnit(name) && match(it.Unit, name)) {
 		return false
 	}
 	return it.Cgroup == "" || match(it.Cgroup, p)
@@ -102,12 +102,14 @@ func match(glob, name string) bool {
 	return ok && err == nil
 }
 
-// unitTypes are the kinds of unit that have a cgroup (systemd.unit(5)).
-var unitTypes = [...]string{".service", ".scope", ".slice", ".socket", ".mount", ".swap"}
-
 // isUnit reports whether a directory's name is that of a unit.
 func isUnit(name string) bool {
-	return slices.ContainsFunc(unitTypes[:], func(t string) bool { return strings.HasSuffix(name, t) && name != t })
+	for _, t := range unitTypes {
+		if strings.HasSuffix(name, t.suffix) && name != t.suffix {
+			return true
+		}
+	}
+	return false
 }
 
 // innermostUnit is the deepest unit that a cgroup is or is in and that has processes

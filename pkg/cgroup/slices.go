@@ -56,7 +56,7 @@ func (t *Tree) EnsureSlices(plan *policy.Plan) ([]Condition, error) {
 	if m := t.Manager; m.Unreachable && want != nil {
 		for _, typ := range []string{TypeCPU, TypeMemory, TypePids} {
 			conds = append(conds, shortfall(typ, ReasonSystemdUnreachable,
-				"values in slices are lost with the next systemctl daemon-reload: %s; let the agent see the host's /run/systemd", m.Why))
+				"values in slices and units are lost with each systemctl daemon-reload, for up to ten seconds: %s; let the agent see the host's /run/systemd", m.Why))
 		}
 	}
 	for _, c := range plan.Compartments {

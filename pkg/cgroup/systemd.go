@@ -77,13 +77,16 @@ func isSocket(p string) bool {
 // systemd is the Backend on a host that systemd runs: a slice of ours is a unit of the
 // same name, its values are properties, and a command of exec is a scope. Properties are
 // set for good: systemd has them in force before anything starts in the slice, after a
-// reboot too. Cgroups of others, and files that systemd has no property for, are left to
-// the files.
+// reboot too. Values of units of others are properties until the next boot (units.go). Other
+// cgroups of others, and files that systemd has no property for, are left to the files.
 type systemd struct {
 	files cgroupfs
 
 	mu   sync.Mutex
 	conn *systemd1.Conn
+
+	look  sync.Mutex
+	units map[uint64]unit // by cgroup; none where it is no unit's
 }
 
 func (b *systemd) t() *Tree { return b.files.t }
@@ -306,7 +309,19 @@ func properties(v Value) ([]systemd1.Property, error) {
 
 func (b *systemd) Set(p string, values []Value) error {
 	if !isSlice(p) {
-		return b.files.Set(p, values)
+		u, ok := b.unitAt(p)
+		for _, v := range values {
+			named, err := properties(v)
+			if err == nil && ok && len(named) > 0 {
+				err = b.setUnit(p, u, v, named)
+			} else if err == nil {
+				err = b.files.Set(p, []Value{v})
+			}
+			if err != nil {
+				return fmt.Errorf("set %s of %s to %q: %w", v.File, p, v.Value, err)
+			}
+		}
+		return nil
 	}
 	for _, v := range values {
 		holds := func() bool {

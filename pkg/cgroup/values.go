@@ -153,24 +153,15 @@ func same(want Value, got string) bool {
 //
 // One cgroup that refuses does not stop the others: it is a condition. The
 // error is for a tree that cannot be read.
+//
+// It remembers nothing: a Keeper does, and sees what others change.
 func (t *Tree) SetValues(plan *policy.Plan, adopted []Adopted) ([]Condition, error) {
-	all, err := t.Walk()
+	k := NewKeeper(t)
+	_, err := k.SetValues(plan, adopted)
 	if err != nil {
 		return nil, err
 	}
-	asked := askedOf(plan, adopted)
-	var conds []Condition
-	for _, c := range all {
-		if isSlice(c.Path) {
-			conds = append(conds, t.setOwn(c.Path, asked[c.Path])...)
-		} else {
-			conds = append(conds, t.setForeign(c.Path, asked[c.Path])...)
-		}
-	}
-	if plan.Mode == policy.Observe {
-		t.Backend.Release(all)
-	}
-	return dedupe(conds), nil
+	return k.Conditions(), nil
 }
 
 // askedOf gives the feature whose values a cgroup gets, by path. Slices of
@@ -197,11 +188,11 @@ func askedOf(plan *policy.Plan, adopted []Adopted) map[string]*policy.Feature {
 	return out
 }
 
-// setOwn sets a slice of ours; f is nil where the plan asks for nothing.
-func (t *Tree) setOwn(p string, f *policy.Feature) []Condition {
+// setOwn sets a slice of ours and says to what, and which files could not be set; f is nil where
+// the plan asks for nothing.
+func (t *Tree) setOwn(p string, f *policy.Feature) (values []Value, refused []string, conds []Condition) {
 	has := func(file string) bool { return t.has(p, file) }
-	values := Defaults(has)
-	var conds []Condition
+	values = Defaults(has)
 	switch {
 	case p == policy.ParentSlice && has("cpu.weight"):
 		values = over(values, []Value{{"cpu.weight", strconv.Itoa(parentWeight)}})
@@ -209,33 +200,44 @@ func (t *Tree) setOwn(p string, f *policy.Feature) []Condition {
 		values = over(values, Values(f.CPU, f.Memory, f.Pids, has))
 		conds = t.unwritable(p, f, has, false)
 	}
-	return append(conds, t.set(p, values)...)
+	refused, cs := t.set(p, values)
+	return values, refused, append(conds, cs...)
 }
 
-// setForeign sets a cgroup of somebody else's and keeps what it replaces, and
-// puts back what the plan no longer asks for.
-func (t *Tree) setForeign(p string, f *policy.Feature) []Condition {
+// setForeign does for a cgroup of somebody else's what setOwn does, keeps what it replaces, and
+// puts back what the plan no longer asks for. What the back end keeps is put back by it
+// (Backend.Restore).
+func (t *Tree) setForeign(p string, f *policy.Feature) (safe []Value, refused []string, conds []Condition) {
 	kept, err := t.originals(p)
 	if err != nil {
 		if gone(err) {
-			return nil
+			return nil, nil, nil
 		}
-		return []Condition{shortfall(TypeCPU, ReasonOriginalUnsafe, "%v", err)}
+		return nil, nil, []Condition{shortfall(TypeCPU, ReasonOriginalUnsafe, "%v", err)}
 	}
 	var want []Value
-	var conds []Condition
-	has := func(file string) bool { return t.has(p, file) }
+	has := func(file string) bool { return t.can(p, file) }
 	if f != nil {
 		want = Values(f.CPU, f.Memory, f.Pids, has)
 		conds = t.unwritable(p, f, has, true)
 	}
 	if len(want) == 0 && len(kept) == 0 {
-		return conds
+		return nil, nil, conds
 	}
 
 	// First on record, then changed: a crash in between costs nothing.
-	var safe []Value
 	for _, v := range want {
+		if t.Backend.Keeps(p, v.File) {
+			safe = append(safe, v)
+			// Of a release that wrote into the file.
+			for _, f := range []string{v.File, pair(v.File)} {
+				if _, ok := kept[f]; ok {
+					delete(kept, f)
+					conds = append(conds, t.forgetOriginal(p, f)...)
+				}
+			}
+			continue
+		}
 		err := t.keep(p, v.File, kept)
 		switch {
 		case err == nil:
@@ -245,7 +247,8 @@ func (t *Tree) setForeign(p string, f *policy.Feature) []Condition {
 		}
 	}
 	back := released(kept, safe)
-	conds = append(conds, t.set(p, over(back, safe))...)
+	refused, cs := t.set(p, over(back, safe))
+	conds = append(conds, cs...)
 	for _, v := range back {
 		// Forgotten only when it is really back.
 		now, err := t.read(p, v.File)
@@ -257,7 +260,13 @@ func (t *Tree) setForeign(p string, f *policy.Feature) []Condition {
 			conds = append(conds, t.forgetOriginal(p, "cpu.weight")...)
 		}
 	}
-	return conds
+	return safe, refused, conds
+}
+
+// can reports whether a file of a cgroup of others can have a value: it is there, or the
+// back end has a name for it and gets the controller with the value.
+func (t *Tree) can(p, file string) bool {
+	return t.has(p, file) || t.has(policy.ParentSlice, file) && t.Backend.Keeps(p, file)
 }
 
 func (t *Tree) forgetOriginal(p, file string) []Condition {
@@ -349,26 +358,28 @@ func (t *Tree) lacks(p, controller string) Condition {
 }
 
 // set writes values file by file, so that one that is refused leaves the rest
-// in force.
-func (t *Tree) set(p string, values []Value) []Condition {
-	var conds []Condition
+// in force, and says which were.
+func (t *Tree) set(p string, values []Value) (refused []string, conds []Condition) {
 	for _, v := range values {
 		if v.File == "memory.max" || v.File == "pids.max" {
-			if c, refused := t.belowUse(p, v); refused {
-				conds = append(conds, c)
+			if c, below := t.belowUse(p, v); below {
+				refused, conds = append(refused, v.File), append(conds, c)
 				continue
 			}
 		}
 		if err := t.Backend.Set(p, []Value{v}); err != nil {
 			if gone(err) {
 				if _, err := t.Get(p); errors.Is(err, ErrGone) {
-					return nil
+					for _, v := range values {
+						refused = append(refused, v.File)
+					}
+					return refused, nil
 				}
 			}
-			conds = append(conds, shortfall(typeOf(v.File), ReasonWriteFailed, "%v", err))
+			refused, conds = append(refused, v.File), append(conds, shortfall(typeOf(v.File), ReasonWriteFailed, "%v", err))
 		}
 	}
-	return conds
+	return refused, conds
 }
 
 // belowUse reports whether a limit is below what the cgroup uses, with processes in it,

@@ -336,7 +336,7 @@ func TestOriginals(t *testing.T) {
 	if err := tree.record("/unit", "cgroup.freeze", "1"); err == nil || !strings.Contains(err.Error(), "1000") {
 		t.Errorf("kept where uid 1000 may forge it: %v", err)
 	}
-	conds := tree.setForeign("/unit", nil)
+	_, _, conds := tree.setForeign("/unit", nil)
 	wantCondition(t, conds, TypeCPU, ReasonOriginalUnsafe, tree.path("/unit"))
 	wantFiles(t, tree, "/unit", map[string]string{"cgroup.freeze": "0"})
 	// His own file: he could change it anyway.

@@ -42,6 +42,8 @@ type agentStatus struct {
 	PID       int       `json:"pid" extra:""`
 	Since     time.Time `json:"since" extra:""`
 	Processes processes `json:"processes" extra:""`
+	// Nil while no agent runs.
+	ValuesCorrected *int `json:"values_corrected" extra:""`
 }
 
 type compartment struct {
@@ -50,6 +52,8 @@ type compartment struct {
 	Class     string   `json:"class"`
 	Processes int      `json:"processes"`
 	Cgroups   []member `json:"cgroups"`
+
+	ValuesCorrected *int `json:"values_corrected" extra:""`
 }
 
 type member struct {
@@ -67,7 +71,15 @@ type member struct {
 	} `json:"cpu"`
 	CompetesIn string `json:"competes_in" extra:""`
 	Memory     any    `json:"memory" extra:""`
-	Pressure   any    `json:"pressure" extra:""`
+
+	EffectiveCPU     *float64 `json:"effective_cpu" extra:""`
+	EffectiveCPUFrom string   `json:"effective_cpu_from" extra:""`
+	WeightShare      *float64 `json:"weight_share" extra:""`
+	WeightSum        int      `json:"weight_sum" extra:""`
+	Siblings         int      `json:"siblings" extra:""`
+	RealtimeThreads  int      `json:"realtime_threads" extra:""`
+
+	Pressure any `json:"pressure" extra:""`
 }
 
 type quota struct {
@@ -518,6 +530,7 @@ func TestMetricNames(t *testing.T) {
 		"bulkhead_cpu_periods_total":                    group,
 		"bulkhead_cpu_throttled_periods_total":          group,
 		"bulkhead_cpu_throttled_seconds_total":          group,
+		"bulkhead_cgroup_values_corrected_total":        group,
 		"bulkhead_policy_generation":                    {},
 		"bulkhead_policy_last_reload_successful":        {},
 		"bulkhead_policy_last_reload_timestamp_seconds": {},

@@ -275,8 +275,9 @@ func TestExec(t *testing.T) {
 // status is of status -o json what is looked at here.
 type status struct {
 	Compartments []struct {
-		Feature   string
-		Processes int
+		Feature         string
+		Processes       int
+		ValuesCorrected *uint64 `json:"values_corrected"`
 	}
 }
 
