@@ -360,10 +360,11 @@ func controllers(tree *cgroup.Tree, plan *policy.Plan) []cgroup.Condition {
 	asked := map[string]bool{}
 	for _, f := range plan.Features {
 		asked["cpu"] = asked["cpu"] || f.CPU != nil
+		asked["cpuset"] = asked["cpuset"] || f.CPU != nil && f.CPU.CPUs != ""
 		asked["memory"] = asked["memory"] || f.Memory != nil
 		asked["pids"] = asked["pids"] || f.Pids != nil
 	}
-	for _, name := range []string{"cpu", "memory", "pids"} {
+	for _, name := range []string{"cpu", "cpuset", "memory", "pids"} {
 		if !asked[name] || plan.Mode == policy.Observe {
 			continue
 		}
@@ -371,7 +372,7 @@ func controllers(tree *cgroup.Tree, plan *policy.Plan) []cgroup.Condition {
 			out = append(out, c)
 		}
 	}
-	return out
+	return append(out, tree.CPUConditions(plan)...)
 }
 
 // kernelConditions are what the kernel side itself shows.
@@ -497,18 +498,18 @@ func (s *status) bulkheadRows() [][]string {
 }
 
 func (s *status) compartmentRows() [][]string {
-	rows := [][]string{{"COMPARTMENT", "CLASS", "PROCESSES", "CGROUP", "WEIGHT", "QUOTA", "CPU TIME", "THROTTLED", "MEMORY"}}
+	rows := [][]string{{"COMPARTMENT", "CLASS", "PROCESSES", "CGROUP", "WEIGHT", "QUOTA", "CPUS", "CPU TIME", "THROTTLED", "MEMORY"}}
 	for _, c := range s.Compartments {
 		name, class, processes := named(c.Feature, c.Tenant), string(c.Class), fmt.Sprint(c.Processes)
 		if len(c.Cgroups) == 0 {
-			rows = append(rows, []string{name, class, processes, "-", "-", "-", "-", "-", "-"})
+			rows = append(rows, []string{name, class, processes, "-", "-", "-", "-", "-", "-", "-"})
 		}
 		for _, m := range c.Cgroups {
 			at := m.Path
 			if m.Adopted {
 				at += " (adopted)"
 			}
-			rows = append(rows, []string{name, class, processes, at, weightText(m.CPU), quotaText(m.CPU.Max),
+			rows = append(rows, []string{name, class, processes, at, weightText(m.CPU), quotaText(m.CPU.Max), cpusText(m.CPU.CPUs),
 				age(time.Duration(m.CPU.UsageUsec) * time.Microsecond), age(time.Duration(m.CPU.ThrottledUsec) * time.Microsecond), memoryText(m.Memory)})
 			name, class, processes = "", "", ""
 		}
@@ -530,7 +531,18 @@ func quotaText(q *cgroup.Quota) string {
 	if q == nil || q.PeriodUsec == 0 {
 		return "-"
 	}
-	return fmt.Sprintf("%d%%", q.QuotaUsec*100/q.PeriodUsec)
+	text := fmt.Sprintf("%d%%", q.QuotaUsec*100/q.PeriodUsec)
+	if q.BurstUsec > 0 {
+		text += fmt.Sprintf("+%dms", q.BurstUsec/1000)
+	}
+	return text
+}
+
+func cpusText(cpus *string) string {
+	if cpus == nil {
+		return "-"
+	}
+	return *cpus
 }
 
 func memoryText(m cgroup.MemoryStat) string {

@@ -36,7 +36,7 @@ func gone(err error) bool {
 // Condition is a shortfall that leaves everything else working. The fields are
 // those of the conditions in status.
 type Condition struct {
-	Type    string `json:"type"`   // TypeCPU, TypeMemory or TypePids
+	Type    string `json:"type"`   // TypeCPU, TypeCPUSet, TypeMemory or TypePids
 	Status  string `json:"status"` // always "False"
 	Reason  string `json:"reason"`
 	Message string `json:"message"`
@@ -45,6 +45,7 @@ type Condition struct {
 // What conditions are about.
 const (
 	TypeCPU    = "CPU"
+	TypeCPUSet = "CPUSet"
 	TypeMemory = "Memory"
 	TypePids   = "Pids"
 )
@@ -67,6 +68,10 @@ const (
 	ReasonRealtimeThreads = "RealtimeThreads"
 	// ReasonIdleNotInKernel: no cpu.idle; weight 1 is used instead.
 	ReasonIdleNotInKernel = "IdleNotInKernel"
+	// ReasonCPUsNotThere: CPUs that the node, or the cgroup above, does not have.
+	ReasonCPUsNotThere = "CPUsNotThere"
+	// ReasonNoCPULeft: all CPUs are another feature's own, so they are shared.
+	ReasonNoCPULeft = "NoCPULeft"
 	// ReasonBelowUse: a limit of memory or processes below present use was not written.
 	ReasonBelowUse = "BelowUse"
 	// ReasonOriginalUnsafe: a value was left alone because its original cannot
@@ -82,6 +87,8 @@ const (
 // typeOf gives the condition type of a controller or of one of its files.
 func typeOf(name string) string {
 	switch name, _, _ = strings.Cut(name, "."); name {
+	case cpuset:
+		return TypeCPUSet
 	case "memory":
 		return TypeMemory
 	case "pids":

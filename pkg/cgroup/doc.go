@@ -59,6 +59,7 @@
 //	tree.go       find the mount, walk, ids
 //	slices.go     EnsureSlices, Prune, Remove
 //	values.go     plan -> values -> files
+//	cpus.go       which CPUs of the node a feature's cgroups get
 //	originals.go  what we replaced in cgroups of others
 //	backend.go    the interface, and cgroupfs behind it
 //	systemd.go    systemd behind it

@@ -218,6 +218,12 @@ func (b *systemd) account(p, controller string) (Condition, bool) {
 		file, property = "memory.max", set("MemoryAccounting", true)
 	case "pids":
 		file, property = "pids.max", set("TasksAccounting", true)
+	case cpuset: // all there are, until the values are set
+		n, err := b.t().nodeCPUs()
+		if err != nil {
+			return shortfall(TypeCPUSet, ReasonControllerNotEnabled, "cpuset is not available in %s: %v", unitOf(p), err), false
+		}
+		file, property = "cpuset.cpus", set("AllowedCPUs", cpuMask(n.possible))
 	}
 	if file == "" || b.t().has(p, file) {
 		return Condition{}, true
@@ -288,6 +294,9 @@ func properties(v Value) ([]systemd1.Property, error) {
 		return one("MemoryMax")
 	case "pids.max":
 		return one("TasksMax")
+	case "cpuset.cpus":
+		cpus, err := policy.ParseCPUs(v.Value)
+		return []systemd1.Property{set("AllowedCPUs", cpuMask(cpus))}, err
 	case "cpu.max":
 		quota, period, _ := strings.Cut(v.Value, " ")
 		q, err := number(quota)
@@ -304,11 +313,30 @@ func properties(v Value) ([]systemd1.Property, error) {
 	return nil, nil
 }
 
+// cpuMask has a bit for each CPU, the lowest first; none gives the property back.
+func cpuMask(cpus policy.CPUSet) []byte {
+	mask := []byte{}
+	for _, n := range cpus {
+		for n/8 >= len(mask) {
+			mask = append(mask, 0)
+		}
+		mask[n/8] |= 1 << (n % 8)
+	}
+	return mask
+}
+
 func (b *systemd) Set(p string, values []Value) error {
 	if !isSlice(p) {
 		return b.files.Set(p, values)
 	}
 	for _, v := range values {
+		if v == noCPUs() && !b.empty(p) { // systemd would not tell that the kernel refuses
+			if now, err := b.t().read(p, v.File); err == nil && now != "" {
+				if v, err = b.t().everyCPU(); err != nil {
+					return err
+				}
+			}
+		}
 		holds := func() bool {
 			now, err := b.t().read(p, v.File)
 			return err == nil && same(v, now)
@@ -344,6 +372,9 @@ var ours = []struct{ property, dropIn string }{
 // accounting are those that turn a controller on. They give way with the slice.
 var accounting = []string{"MemoryAccounting", "TasksAccounting"}
 
+// cpusDropIn is that of AllowedCPUs, which unset does not give back.
+const cpusDropIn = "AllowedCPUs"
+
 func (b *systemd) Release(all []Cgroup) {
 	for _, c := range slices.Backward(all) {
 		if isSlice(c.Path) && b.controlled(c.Path) {
@@ -352,6 +383,7 @@ func (b *systemd) Release(all []Cgroup) {
 				back = append(back, set(o.property, unset))
 			}
 			_ = b.property(c.Path, back...)
+			_ = b.property(c.Path, set("AllowedCPUs", cpuMask(nil))) // systemd 244, so by itself
 			b.forget(c.Path)
 		}
 	}
@@ -394,7 +426,7 @@ func (b *systemd) controlled(p string) bool { return slices.ContainsFunc(dropIns
 // forget removes what is left of properties: as they are given back one by one, a file
 // that says "nothing" for each. Those of others stay.
 func (b *systemd) forget(p string) {
-	names := slices.Clone(accounting)
+	names := append(slices.Clone(accounting), cpusDropIn)
 	for _, o := range ours {
 		names = append(names, o.dropIn)
 	}
@@ -404,6 +436,12 @@ func (b *systemd) forget(p string) {
 		}
 		_ = os.Remove(dir) // if that was all
 	}
+}
+
+// empty reports whether no process is in a slice or below it.
+func (b *systemd) empty(p string) bool {
+	events, err := b.t().read(p, "cgroup.events")
+	return err == nil && strings.Contains(events, "populated 0")
 }
 
 func (b *systemd) Remove(p string) error {
@@ -416,11 +454,10 @@ func (b *systemd) Remove(p string) error {
 	}
 	// To stop a slice is to stop all that is in it, so it must be empty. What starts in
 	// that moment has a job of its own, and with "fail" ours is refused.
-	events, err := b.t().read(p, "cgroup.events")
-	if err == nil && !strings.Contains(events, "populated 0") {
+	if b.t().has(p, "cgroup.events") && !b.empty(p) {
 		return fmt.Errorf("remove %s: %w", unitOf(p), ErrBusy)
 	}
-	err = b.job("stop "+unitOf(p), func(ctx context.Context, c *systemd1.Conn, done chan<- string) error {
+	err := b.job("stop "+unitOf(p), func(ctx context.Context, c *systemd1.Conn, done chan<- string) error {
 		_, err := c.StopUnitContext(ctx, unitOf(p), "fail", done)
 		return err
 	})
