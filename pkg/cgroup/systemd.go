@@ -330,7 +330,9 @@ func (b *systemd) Set(p string, values []Value) error {
 		return b.files.Set(p, values)
 	}
 	for _, v := range values {
-		if v == noCPUs() && !b.empty(p) { // systemd would not tell that the kernel refuses
+		// Given back, AllowedCPUs leaves the list in force in the cgroup (252): until the
+		// slice goes it allows all.
+		if v == noCPUs() {
 			if now, err := b.t().read(p, v.File); err == nil && now != "" {
 				if v, err = b.t().everyCPU(); err != nil {
 					return err
@@ -438,12 +440,6 @@ func (b *systemd) forget(p string) {
 	}
 }
 
-// empty reports whether no process is in a slice or below it.
-func (b *systemd) empty(p string) bool {
-	events, err := b.t().read(p, "cgroup.events")
-	return err == nil && strings.Contains(events, "populated 0")
-}
-
 func (b *systemd) Remove(p string) error {
 	if !isSlice(p) {
 		// A scope: systemd removes it with its last process.
@@ -454,10 +450,11 @@ func (b *systemd) Remove(p string) error {
 	}
 	// To stop a slice is to stop all that is in it, so it must be empty. What starts in
 	// that moment has a job of its own, and with "fail" ours is refused.
-	if b.t().has(p, "cgroup.events") && !b.empty(p) {
+	events, err := b.t().read(p, "cgroup.events")
+	if err == nil && !strings.Contains(events, "populated 0") {
 		return fmt.Errorf("remove %s: %w", unitOf(p), ErrBusy)
 	}
-	err := b.job("stop "+unitOf(p), func(ctx context.Context, c *systemd1.Conn, done chan<- string) error {
+	err = b.job("stop "+unitOf(p), func(ctx context.Context, c *systemd1.Conn, done chan<- string) error {
 		_, err := c.StopUnitContext(ctx, unitOf(p), "fail", done)
 		return err
 	})

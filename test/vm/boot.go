@@ -27,7 +27,8 @@ type command struct {
 // machine is what the guest runs on.
 type machine struct {
 	cpus, memoryMiB int
-	// virtual makes the clock count instructions; then there is one CPU.
+	// virtual makes the clock count instructions. One thread of the emulator takes turns
+	// between the CPUs.
 	virtual bool
 	// disk is a file with an installed system that takes over from our init; "" for none.
 	// boots is how many times it is started and the commands are run.
@@ -39,9 +40,13 @@ type machine struct {
 
 func (m machine) args() []string {
 	if m.virtual {
-		return []string{"-accel", "tcg,thread=single", "-icount", "shift=0,sleep=off", "-smp", "1", "-m", strconv.Itoa(m.memoryMiB)}
+		return []string{"-accel", "tcg,thread=single", "-icount", "shift=0,sleep=off", "-smp", strconv.Itoa(m.cpus), "-m", strconv.Itoa(m.memoryMiB)}
 	}
-	return []string{"-accel", "tcg,thread=multi", "-smp", strconv.Itoa(m.cpus), "-m", strconv.Itoa(m.memoryMiB)}
+	cpus := strconv.Itoa(m.cpus)
+	if m.disk != "" {
+		cpus += ",maxcpus=4" // a cpuset of one CPU says something where there may be others
+	}
+	return []string{"-accel", "tcg,thread=multi", "-smp", cpus, "-m", strconv.Itoa(m.memoryMiB)}
 }
 
 // boot runs the commands on k and returns what became of them. The guest's
