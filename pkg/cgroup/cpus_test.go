@@ -2,6 +2,7 @@ package cgroup
 
 import (
 	"fmt"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -120,7 +121,6 @@ func TestOwnCPUs(t *testing.T) {
 	own := p(&policy.CPU{Weight: 9000, CPUs: "0", Exclusive: true}, weight)
 	noConditions(t, apply(t, tree, own), nil)
 	wantFiles(t, tree, chat, map[string]string{"cpuset.cpus": "0", "cpuset.cpus.effective": "0", "cpu.weight": "9000"})
-	wantFiles(t, tree, chat+"/bulkhead-chat-free.slice", map[string]string{"cpuset.cpus.effective": "0"})
 	wantFiles(t, tree, batch, map[string]string{"cpuset.cpus": rest})
 	wantFiles(t, tree, "/unit", map[string]string{"cpuset.cpus": rest})
 	wantFiles(t, tree, "/other", map[string]string{"cpuset.cpus": ""})
@@ -128,7 +128,15 @@ func TestOwnCPUs(t *testing.T) {
 	if err != nil || s.CPU.CPUs == nil || *s.CPU.CPUs != "0" {
 		t.Errorf("status of chat: %+v, %v", s.CPU, err)
 	}
-	start(t, tree, "", "enter", tree.Dir, batch+"/bulkhead-batch-free.slice")
+	// A tenant's slice has those of its feature.
+	inside := start(t, tree, "", "enter", tree.Dir, batch+"/bulkhead-batch-free.slice")
+	allowed, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", inside.Process.Pid))
+	if left := n.usable.Minus(policy.CPUSet{0}).String(); err != nil || !strings.Contains(string(allowed), "\nCpus_allowed_list:\t"+left+"\n") {
+		t.Errorf("a process of a tenant of batch may not use %s alone: %s, %v", left, allowed, err)
+	}
+	if s, err := tree.Stat(chat + "/bulkhead-chat-free.slice"); err != nil || s.CPU.CPUs == nil || *s.CPU.CPUs != "0" {
+		t.Errorf("status of chat's tenant: %+v, %v", s.CPU, err)
+	}
 	start(t, tree, "/other", "hold")
 
 	noConditions(t, apply(t, tree, p(weight, &policy.CPU{Weight: 5, CPUs: "not 0"})), nil)

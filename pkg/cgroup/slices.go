@@ -66,7 +66,11 @@ func (t *Tree) EnsureSlices(plan *policy.Plan) ([]Condition, error) {
 		if c.Slice == "" {
 			continue
 		}
-		cs, err := t.Backend.Ensure(c.Slice, want)
+		of := want
+		if c.Tenant != "" { // it has the CPUs of its feature's slice, and none of its own
+			of = slices.DeleteFunc(slices.Clone(want), func(name string) bool { return name == cpuset })
+		}
+		cs, err := t.Backend.Ensure(c.Slice, of)
 		if err != nil {
 			return nil, fmt.Errorf("slice of feature %s: %w", strings.TrimSuffix(c.Feature+"/"+c.Tenant, "/"), err)
 		}

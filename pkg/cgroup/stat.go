@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"path"
 	"strconv"
 	"strings"
 
@@ -35,7 +36,8 @@ type CPUStat struct {
 	// much more.
 	NrBursts  uint64 `json:"nr_bursts"`
 	BurstUsec uint64 `json:"burst_usec"`
-	// CPUs are those that it can use (cpuset.cpus.effective); nil without the controller.
+	// CPUs are those that it can use: cpuset.cpus.effective, its own or the nearest above.
+	// nil where cgroup v2 has no cpuset.
 	CPUs *string `json:"cpus"`
 	// UclampMin and UclampMax are as the kernel shows them, percentages or "max"; "" where
 	// it has none.
@@ -165,12 +167,16 @@ func (t *Tree) stat(p string) (Stat, error) {
 			s.CPU.Max.BurstUsec = burst
 		}
 	}
-	if t.has(p, "cpuset.cpus.effective") {
-		cpus, err := t.read(p, "cpuset.cpus.effective")
+	for above := p; s.CPU.CPUs == nil; above = path.Dir(above) {
+		cpus, err := t.optional(above, "cpuset.cpus.effective")
 		if err != nil {
 			return s, err
 		}
-		s.CPU.CPUs = &cpus
+		if cpus != "" {
+			s.CPU.CPUs = &cpus
+		} else if above == "/" {
+			break
+		}
 	}
 	if s.CPU.UclampMin, err = t.optional(p, "cpu.uclamp.min"); err != nil {
 		return s, err

@@ -55,24 +55,16 @@ const (
 )
 
 // cpuSection runs test/cpu's benchmark in virtual machines.
-func cpuSection(ctx context.Context, o options) (all []cpuRow, err error) {
-	for _, cpus := range o.cpus {
-		rows, err := cpuRuns(ctx, o, cpus)
-		all = append(all, rows...)
-		if err != nil {
-			return all, fmt.Errorf("cpu: %d CPUs: %w", cpus, err)
-		}
+func cpuSection(ctx context.Context, o options) ([]cpuRow, error) {
+	progress("cpu: boot kernels (%s)", o.kernels)
+	machine := []string{"-virtual"}
+	if o.ordinary {
+		machine = []string{"-smp", "2"}
 	}
-	return all, nil
-}
-
-// cpuRuns are those on machines with so many CPUs.
-func cpuRuns(ctx context.Context, o options, cpus int) ([]cpuRow, error) {
-	progress("cpu: boot kernels (%s) with %d CPUs", o.kernels, cpus)
-	cmd := exec.CommandContext(ctx, o.rig, "-virtual", "-smp", fmt.Sprint(cpus), "-kernel", o.kernels, "-jobs", fmt.Sprint(o.jobs), "-timeout", "90m",
+	cmd := exec.CommandContext(ctx, o.rig, append(machine, "-kernel", o.kernels, "-jobs", fmt.Sprint(o.jobs), "-timeout", "90m",
 		"-file", o.binary+":/bin/bulkhead", "-file", o.cpuTest+":/bin/cpu.test",
 		"--", "/bin/busybox", "env", "BULKHEAD_CPU_CASES="+o.cases,
-		"/bin/cpu.test", "-test.run", "^$", "-test.bench", ".", "-test.benchtime", "1x", "-test.timeout", "90m")
+		"/bin/cpu.test", "-test.run", "^$", "-test.bench", ".", "-test.benchtime", "1x", "-test.timeout", "90m")...)
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGINT) }
 	cmd.WaitDelay = 10 * time.Second
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
@@ -83,17 +75,17 @@ func cpuRuns(ctx context.Context, o options, cpus int) ([]cpuRow, error) {
 		return nil, err
 	}
 	if err := cmd.Start(); err != nil {
-		return nil, fmt.Errorf("the rig (make bench builds it): %w", err)
+		return nil, fmt.Errorf("cpu: the rig (make bench builds it): %w", err)
 	}
 	rows, log, readErr := cpuRows(out, func(r cpuRow) { progress("cpu: %s, %d CPUs, %d parsers: %s", r.Kernel, r.CPUs, r.Parsers, r.Case) })
 	if err := cmd.Wait(); err != nil {
-		return rows, fmt.Errorf("%w\n%s%s", err, log, &failure)
+		return rows, fmt.Errorf("cpu: %w\n%s%s", err, log, &failure)
 	}
 	if readErr != nil {
-		return nil, readErr
+		return nil, fmt.Errorf("cpu: %w", readErr)
 	}
 	if len(rows) == 0 {
-		return nil, errors.New("the guests have said nothing:\n" + log)
+		return nil, errors.New("cpu: the guests have said nothing:\n" + log)
 	}
 	return rows, nil
 }

@@ -39,8 +39,8 @@ type options struct {
 
 	rig, cpuTest string // test/vm and test/cpu, built
 	kernels      string
-	cpus         []int
 	cases        string
+	ordinary     bool
 	jobs         int
 }
 
@@ -66,7 +66,7 @@ func parseOptions(args []string) (options, error) {
 	f.StringVar(&o.rig, "rig", "bin/vm", "cpu: test/vm")
 	f.StringVar(&o.cpuTest, "cpu-test", "bin/cpu.test", "cpu: the test binary of test/cpu, static and with the tag vm")
 	f.StringVar(&o.kernels, "kernels", "all", "cpu: kernels to boot, comma-separated: 6.1, 6.12, newest, or all")
-	cpus := f.String("cpus", "1", "cpu: numbers of CPUs to measure on; of several each stands still while the emulator is at another, see docs/cpu.md")
+	f.BoolVar(&o.ordinary, "ordinary", false, "cpu: in ordinary time on two CPUs in place of virtual time on one; only on an idle machine with two processors to spare")
 	f.StringVar(&o.cases, "cases", ".", "cpu: only the cases whose names this expression matches")
 	f.IntVar(&o.jobs, "jobs", 2, "cpu: kernels to run at the same time")
 	if err := f.Parse(args); err != nil {
@@ -89,7 +89,7 @@ func parseOptions(args []string) (options, error) {
 		*slots, *routes, *compartments, o.idle, o.scraped = "100000", "", "", 0, 0
 		o.cases = checkedCases
 	}
-	for list, into := range map[*string]*[]int{slots: &o.slots, routes: &o.routes, compartments: &o.compartments, cpus: &o.cpus} {
+	for list, into := range map[*string]*[]int{slots: &o.slots, routes: &o.routes, compartments: &o.compartments} {
 		for _, s := range strings.FieldsFunc(*list, func(r rune) bool { return r == ',' }) {
 			n, err := strconv.Atoi(s)
 			if err != nil || n < 1 {

@@ -35,8 +35,6 @@ const (
 	// samplesBench are those of a case of the benchmark, which is about the slowest of a
 	// hundred, too.
 	samplesBench = 150
-	// ticks are how often a second, at least, the emulator turns to the next CPU.
-	ticks = 8192
 	// starved is how much longer, at least, the handler takes in one cgroup with the
 	// parsers: if it did not, the load would be too small to show anything.
 	starved = 3.0
@@ -202,7 +200,6 @@ func BenchmarkHandlerBesideParsers(b *testing.B) {
 		b.Run(fmt.Sprint(parsers), func(b *testing.B) {
 			for b.Loop() {
 				n := newNode(b)
-				n.tick()
 				in := n.in(n.Mkdir("alone"))
 				alone := n.measure("alone", samplesBench, 0, in, in)
 				alone.parsers = parsers // that are beside it in the other cases of this run
@@ -220,27 +217,6 @@ func BenchmarkHandlerBesideParsers(b *testing.B) {
 				}
 			}
 		})
-	}
-}
-
-// tick has the emulator turn from CPU to CPU often. In virtual time one thread of it runs
-// them by turns, and a turn lasts until the next timer of any is due: that may be a tick of
-// the kernel away, in which a wake-up of one CPU by another is not heard. The clock's
-// periodic interrupt is such a timer, and costs a CPU about one part in a hundred.
-func (n *node) tick() {
-	if runtime.NumCPU() == 1 {
-		return
-	}
-	clock, err := os.Open("/dev/rtc0")
-	if err == nil {
-		n.t.Cleanup(func() { clock.Close() })
-		err = unix.IoctlSetInt(int(clock.Fd()), unix.RTC_IRQP_SET, ticks)
-	}
-	if err == nil {
-		err = unix.IoctlSetInt(int(clock.Fd()), unix.RTC_PIE_ON, 0)
-	}
-	if err != nil {
-		n.t.Fatalf("the clock's periodic interrupt: %v", err)
 	}
 }
 
@@ -407,7 +383,7 @@ func (n *node) startAgent(policy string) {
 			n.t.Logf("the agent's log:\n%s", &log)
 		}
 	})
-	kerneltest.Poll(n.t, "the agent is ready", func() error {
+	kerneltest.PollFor(n.t, 2*time.Minute, "the agent is ready", func() error {
 		select {
 		case <-ended:
 			n.t.Fatalf("the agent ended: %s", cmd.ProcessState)

@@ -41,7 +41,8 @@ const (
 	// warmup are the requests before those that are measured.
 	warmup = 10
 	// idleWindow is how long the parsers are watched while there are none.
-	idleWindow = 500 * time.Millisecond
+	// By its end the agent has found the new processes, too.
+	idleWindow = 1200 * time.Millisecond
 	// handler answers each line with a character, after about 2 ms of work in virtual time.
 	// It is a program of one thread. A Go program has one beside it that wakes up all the
 	// time, and that one of the same SCHED_FIFO priority never gets the CPU from: the two

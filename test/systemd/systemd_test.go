@@ -116,7 +116,7 @@ func start(t *testing.T, policy string) *agent {
 		sh(t, "bulkhead detach")
 	})
 	// The first one of a machine is read from its disk and asks systemd for everything.
-	kerneltest.PollFor(t, 2*time.Minute, "the agent is ready", func() error {
+	kerneltest.PollFor(t, 4*time.Minute, "the agent is ready", func() error {
 		select {
 		case <-a.ended:
 			t.Fatalf("the agent ended: %s\n%s", a.cmd.ProcessState, &a.log)

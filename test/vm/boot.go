@@ -27,8 +27,7 @@ type command struct {
 // machine is what the guest runs on.
 type machine struct {
 	cpus, memoryMiB int
-	// virtual makes the clock count instructions. One thread of the emulator takes turns
-	// between the CPUs.
+	// virtual makes the clock count instructions; then there is one CPU.
 	virtual bool
 	// disk is a file with an installed system that takes over from our init; "" for none.
 	// boots is how many times it is started and the commands are run.
@@ -40,7 +39,7 @@ type machine struct {
 
 func (m machine) args() []string {
 	if m.virtual {
-		return []string{"-accel", "tcg,thread=single", "-icount", "shift=0,sleep=off", "-smp", strconv.Itoa(m.cpus), "-m", strconv.Itoa(m.memoryMiB)}
+		return []string{"-accel", "tcg,thread=single", "-icount", "shift=0,sleep=off", "-smp", "1", "-m", strconv.Itoa(m.memoryMiB)}
 	}
 	cpus := strconv.Itoa(m.cpus)
 	if m.disk != "" {

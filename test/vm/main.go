@@ -71,9 +71,9 @@ func parseOptions(args []string) (options, error) {
 	f.StringVar(&names, "kernel", names, "kernels to boot, comma-separated: 6.1, 6.12, newest, or all")
 	f.StringVar(&systems, "system", "", "boot an installed Debian with systemd and its own kernel: 12, 13, or all; -kernel is not heeded")
 	f.IntVar(&o.machine.boots, "boots", 1, "with -system: run the commands so many times, with a reboot in between; $BULKHEAD_BOOT counts from 1")
-	f.IntVar(&o.machine.cpus, "smp", 0, "virtual CPUs; 0 for 2, and with -virtual for 1")
+	f.IntVar(&o.machine.cpus, "smp", 2, "virtual CPUs")
 	f.IntVar(&o.machine.memoryMiB, "memory", 2048, "the guest's memory in MiB")
-	f.BoolVar(&o.machine.virtual, "virtual", false, "virtual time: the clock counts instructions; of several CPUs each stands still while the emulator is at another")
+	f.BoolVar(&o.machine.virtual, "virtual", false, "virtual time: one CPU whose clock counts instructions")
 	f.DurationVar(&o.machine.timeout, "timeout", 5*time.Minute, "host time for each kernel")
 	f.StringVar(&o.run, "run", "", "run only tests that match this expression")
 	f.StringVar(&o.skip, "skip", "", "leave out tests that match this expression")
@@ -95,14 +95,6 @@ func parseOptions(args []string) (options, error) {
 			return o, err
 		}
 		return o, fmt.Errorf("%w: %w", errUsage, err)
-	}
-	switch {
-	case o.machine.cpus < 0:
-		return o, fmt.Errorf("%w: -smp wants a number from 0", errUsage)
-	case o.machine.cpus == 0 && o.machine.virtual:
-		o.machine.cpus = 1
-	case o.machine.cpus == 0:
-		o.machine.cpus = 2
 	}
 	o.packages = f.Args()
 	var err error
