@@ -10,7 +10,7 @@ import (
 )
 
 // cpuset is the controller that says which CPUs a cgroup may use. It is turned on only for
-// a plan that asks for CPUs: before 6.2 turning it on takes back the affinity that
+// a plan that asks for CPUs: on 6.1 (not on 6.12) turning it on takes back the affinity that
 // processes below have been given by taskset and the like (docs/cpu.md).
 const cpuset = "cpuset"
 
@@ -48,7 +48,7 @@ func (t *Tree) nodeCPUs() (n nodeCPUs, err error) {
 // noCPUs is the value that gives cpuset.cpus back.
 func noCPUs() Value { return Value{"cpuset.cpus", ""} }
 
-// everyCPU stands in for it where processes are: before 7.0 the kernel does not take the
+// everyCPU stands in for it where processes are: 6.1 and 6.12 (not 7.2) do not take the
 // list of such a cgroup away (ENOSPC), and all CPUs mean the same.
 func (t *Tree) everyCPU() (Value, error) {
 	n, err := t.nodeCPUs()

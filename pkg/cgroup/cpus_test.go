@@ -143,7 +143,7 @@ func TestOwnCPUs(t *testing.T) {
 	wantFiles(t, tree, chat, map[string]string{"cpuset.cpus": ""})
 	wantFiles(t, tree, batch, map[string]string{"cpuset.cpus": rest})
 	noConditions(t, apply(t, tree, p(weight, weight)), nil)
-	// Kernels before 7.0 leave no populated cgroup without a list.
+	// 6.1 and 6.12 leave no populated cgroup without a list.
 	if now, err := tree.read(batch, "cpuset.cpus"); err != nil || now != "" && now != n.possible.String() {
 		t.Errorf("batch, with processes and no CPUs asked for: %q, %v", now, err)
 	}
