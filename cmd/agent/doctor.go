@@ -131,6 +131,7 @@ func controllerFindings(tree *cgroup.Tree) []finding {
 		Cure: "let the agent see /run/systemd of the host (in a container: mount it)"}}
 	for _, c := range []struct{ name, cost string }{
 		{"cpu", "CPU weights and quotas are not set; connection limits work"},
+		{"cpuset", "features have no CPUs of their own (cpus); weights and quotas are not concerned, and connection limits work"},
 		{"memory", "memory limits are not set; connection limits work"},
 		{"pids", "limits of processes are not set; connection limits work"},
 	} {

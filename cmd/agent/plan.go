@@ -147,6 +147,9 @@ func (a *app) preview(ctx context.Context, next *policy.Plan) (*preview, error) 
 			c.limit(snap, next, before)
 		case "cpu":
 			c.unset(p.Conditions, cgroup.TypeCPU)
+			if slices.ContainsFunc(next.Features, func(f policy.Feature) bool { return f.Name == c.Name && f.CPU != nil && f.CPU.CPUs != "" }) {
+				c.unset(p.Conditions, cgroup.TypeCPUSet)
+			}
 		case "memory":
 			c.unset(p.Conditions, cgroup.TypeMemory)
 			if err := c.memory(tree, next, all); err != nil {

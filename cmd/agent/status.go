@@ -404,10 +404,11 @@ func controllers(tree *cgroup.Tree, plan *policy.Plan) []cgroup.Condition {
 	asked := map[string]bool{}
 	for _, f := range plan.Features {
 		asked["cpu"] = asked["cpu"] || f.CPU != nil
+		asked["cpuset"] = asked["cpuset"] || f.CPU != nil && f.CPU.CPUs != ""
 		asked["memory"] = asked["memory"] || f.Memory != nil
 		asked["pids"] = asked["pids"] || f.Pids != nil
 	}
-	for _, name := range []string{"cpu", "memory", "pids"} {
+	for _, name := range []string{"cpu", "cpuset", "memory", "pids"} {
 		if !asked[name] || plan.Mode == policy.Observe {
 			continue
 		}
@@ -415,7 +416,7 @@ func controllers(tree *cgroup.Tree, plan *policy.Plan) []cgroup.Condition {
 			out = append(out, c)
 		}
 	}
-	return out
+	return append(out, tree.CPUConditions(plan)...)
 }
 
 // kernelConditions are what the kernel side itself shows.
@@ -552,18 +553,18 @@ func (s *status) bulkheadRows() [][]string {
 }
 
 func (s *status) compartmentRows() [][]string {
-	rows := [][]string{{"COMPARTMENT", "CLASS", "PROCESSES", "CGROUP", "WEIGHT", "QUOTA", "CPU TIME", "THROTTLED", "MEMORY"}}
+	rows := [][]string{{"COMPARTMENT", "CLASS", "PROCESSES", "CGROUP", "WEIGHT", "QUOTA", "CPUS", "CPU TIME", "THROTTLED", "MEMORY"}}
 	for _, c := range s.Compartments {
 		name, class, processes := named(c.Feature, c.Tenant), string(c.Class), fmt.Sprint(c.Processes)
 		if len(c.Cgroups) == 0 {
-			rows = append(rows, []string{name, class, processes, "-", "-", "-", "-", "-", "-"})
+			rows = append(rows, []string{name, class, processes, "-", "-", "-", "-", "-", "-", "-"})
 		}
 		for _, m := range c.Cgroups {
 			at := m.Path
 			if m.Adopted {
 				at += " (adopted)"
 			}
-			rows = append(rows, []string{name, class, processes, at, weightText(m), quotaText(m),
+			rows = append(rows, []string{name, class, processes, at, weightText(m), quotaText(m), cpusText(m.CPU.CPUs),
 				age(time.Duration(m.CPU.UsageUsec) * time.Microsecond), age(time.Duration(m.CPU.ThrottledUsec) * time.Microsecond), memoryText(m.Memory)})
 			name, class, processes = "", "", ""
 		}
@@ -593,9 +594,19 @@ func quotaText(m member) string {
 	}
 	text := fmt.Sprintf("%d%%", int(*m.Effective.CPU*100+0.5))
 	if m.CPUFrom != m.Path {
-		text += fmt.Sprintf(" (of %s)", m.CPUFrom)
+		return text + fmt.Sprintf(" (of %s)", m.CPUFrom)
+	}
+	if q := m.CPU.Max; q != nil && q.BurstUsec > 0 {
+		text += fmt.Sprintf("+%dms", q.BurstUsec/1000)
 	}
 	return text
+}
+
+func cpusText(cpus *string) string {
+	if cpus == nil {
+		return "-"
+	}
+	return *cpus
 }
 
 func memoryText(m cgroup.MemoryStat) string {

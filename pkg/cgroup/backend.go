@@ -258,6 +258,11 @@ func (b cgroupfs) Set(p string, values []Value) error {
 		if err == nil {
 			err = b.t.write(p, v.File, v.Value)
 		}
+		if errors.Is(err, unix.ENOSPC) && v == noCPUs() {
+			if v, err = b.t.everyCPU(); err == nil {
+				err = b.t.write(p, v.File, v.Value)
+			}
+		}
 		if err == nil {
 			now, err = b.t.read(p, v.File)
 		}

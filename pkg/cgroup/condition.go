@@ -45,6 +45,7 @@ type Condition struct {
 // What conditions are about.
 const (
 	TypeCPU    = "CPU"
+	TypeCPUSet = "CPUSet"
 	TypeMemory = "Memory"
 	TypePids   = "Pids"
 	// TypePlacement is about processes that a policy names by what they are.
@@ -76,6 +77,10 @@ const (
 	ReasonThrottled = "Throttled"
 	// ReasonIdleNotInKernel: no cpu.idle; weight 1 is used instead.
 	ReasonIdleNotInKernel = "IdleNotInKernel"
+	// ReasonCPUsNotThere: CPUs that the node, or the cgroup above, does not have.
+	ReasonCPUsNotThere = "CPUsNotThere"
+	// ReasonNoCPULeft: all CPUs are another feature's own, so they are shared.
+	ReasonNoCPULeft = "NoCPULeft"
 	// ReasonBelowUse: a limit of memory or processes below present use was not written.
 	ReasonBelowUse = "BelowUse"
 	// ReasonOriginalUnsafe: a value was left alone because its original cannot
@@ -100,6 +105,8 @@ const (
 // typeOf gives the condition type of a controller or of one of its files.
 func typeOf(name string) string {
 	switch name, _, _ = strings.Cut(name, "."); name {
+	case cpuset:
+		return TypeCPUSet
 	case "memory":
 		return TypeMemory
 	case "pids":

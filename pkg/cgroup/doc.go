@@ -67,6 +67,7 @@
 //	slices.go     EnsureSlices, Prune, Remove
 //	values.go     plan -> values -> files
 //	keep.go       what others change is put back (docs/decisions/values-looked-at.md)
+//	cpus.go       which CPUs of the node a feature's cgroups get
 //	originals.go  what we replaced in cgroups of others
 //	backend.go    the interface, and cgroupfs behind it
 //	systemd.go    systemd behind it

@@ -36,7 +36,12 @@ type Correction struct {
 type Keeper struct {
 	tree *Tree
 	plan *policy.Plan
-	kept map[string]*kept // by path
+	// here is the plan with the CPUs that this node has, cpus what it was made for, and
+	// elsewhere the conditions of that.
+	here      *policy.Plan
+	cpus      nodeCPUs
+	elsewhere []Condition
+	kept      map[string]*kept // by path
 	// restore are conditions of what could not be put back.
 	restore []Condition
 }
@@ -63,7 +68,27 @@ func (k *Keeper) Conditions() []Condition {
 	for _, p := range slices.Sorted(maps.Keys(k.kept)) {
 		conds = append(conds, k.kept[p].conds...)
 	}
-	return dedupe(append(conds, k.restore...))
+	return dedupe(slices.Concat(k.elsewhere, conds, k.restore))
+}
+
+// onNode makes the plan with the CPUs of this node, if it asks for any: the same one again as long as
+// neither has changed.
+func (k *Keeper) onNode(plan *policy.Plan) error {
+	if !AsksCPUs(plan) {
+		k.here, k.elsewhere = plan, nil
+		return nil
+	}
+	n, err := k.tree.nodeCPUs()
+	if err != nil {
+		return err
+	}
+	if k.plan == plan && k.cpus.possible.String() == n.possible.String() && k.cpus.usable.String() == n.usable.String() {
+		return nil
+	}
+	here := *plan
+	here.Features, k.elsewhere = onNode(plan.Features, n)
+	k.here, k.cpus = &here, n
+	return nil
 }
 
 // SetValues is Tree.SetValues. A plan that is another one than the last time's is brought about in every
@@ -75,7 +100,10 @@ func (k *Keeper) SetValues(plan *policy.Plan, adopted []Adopted) ([]Correction, 
 	if err != nil {
 		return nil, err
 	}
-	asked, names := askedOf(plan, adopted), namesOf(plan, adopted)
+	if err := k.onNode(plan); err != nil {
+		return nil, err
+	}
+	asked, names := askedOf(k.here, adopted), namesOf(plan, adopted)
 	before := k.kept
 	k.plan, k.kept = plan, make(map[string]*kept, len(before))
 	var put []Correction
@@ -212,7 +240,7 @@ func (k *Keeper) reads(g *kept, v Value) (string, bool) {
 		return "", false
 	}
 	defer unix.Close(fd)
-	var buf [64]byte
+	var buf [1024]byte // a list of CPUs may be long
 	n, err := unix.Read(fd, buf[:])
 	for errors.Is(err, unix.EINTR) {
 		n, err = unix.Read(fd, buf[:])

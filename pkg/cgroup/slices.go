@@ -6,6 +6,7 @@ import (
 	"os"
 	"path"
 	"regexp"
+	"slices"
 	"strings"
 
 	"bulkhead/pkg/policy"
@@ -24,7 +25,8 @@ func isLeaf(p string) bool {
 	return isMatchLeaf(p) || leafName.MatchString(path.Base(p)) && isSlice(path.Dir(p))
 }
 
-// controllers are turned on for slices where the tree has them.
+// controllers are turned on for slices where the tree has them; cpuset, too, for a plan
+// that asks for CPUs.
 var controllers = []string{"cpu", "memory", "pids"}
 
 // EnsureSlices makes the slice of every compartment, parents first, with the
@@ -41,9 +43,13 @@ func (t *Tree) EnsureSlices(plan *policy.Plan) ([]Condition, error) {
 	if plan.Mode != policy.Observe {
 		want = controllers
 	}
+	if AsksCPUs(plan) {
+		want = append(slices.Clone(controllers), cpuset)
+	}
 	asked := map[string]bool{}
 	for _, f := range plan.Features {
 		asked[TypeCPU] = asked[TypeCPU] || f.CPU != nil
+		asked[TypeCPUSet] = asked[TypeCPUSet] || f.CPU != nil && f.CPU.CPUs != ""
 		asked[TypeMemory] = asked[TypeMemory] || f.Memory != nil
 		asked[TypePids] = asked[TypePids] || f.Pids != nil
 	}
@@ -54,7 +60,7 @@ func (t *Tree) EnsureSlices(plan *policy.Plan) ([]Condition, error) {
 		}
 	}
 	if m := t.Manager; m.Unreachable && want != nil {
-		for _, typ := range []string{TypeCPU, TypeMemory, TypePids} {
+		for _, typ := range []string{TypeCPU, TypeCPUSet, TypeMemory, TypePids} {
 			conds = append(conds, shortfall(typ, ReasonSystemdUnreachable,
 				"values in slices and units are lost with each systemctl daemon-reload, for up to ten seconds: %s; let the agent see the host's /run/systemd", m.Why))
 		}
@@ -63,7 +69,11 @@ func (t *Tree) EnsureSlices(plan *policy.Plan) ([]Condition, error) {
 		if c.Slice == "" {
 			continue
 		}
-		cs, err := t.Backend.Ensure(c.Slice, want)
+		of := want
+		if c.Tenant != "" { // it has the CPUs of its feature's slice, and none of its own
+			of = slices.DeleteFunc(slices.Clone(want), func(name string) bool { return name == cpuset })
+		}
+		cs, err := t.Backend.Ensure(c.Slice, of)
 		if err != nil {
 			return nil, fmt.Errorf("slice of feature %s: %w", strings.TrimSuffix(c.Feature+"/"+c.Tenant, "/"), err)
 		}
@@ -203,7 +213,7 @@ func (b cgroupfs) Release(all []Cgroup) {
 	t := b.t
 	for i := len(all) - 1; i >= 0; i-- {
 		if p := all[i].Path; isSlice(p) {
-			for _, c := range controllers {
+			for _, c := range append(slices.Clone(controllers), cpuset) {
 				_ = t.write(p, "cgroup.subtree_control", "-"+c)
 			}
 		}
@@ -230,7 +240,8 @@ func (t *Tree) usedByOthers(controller string, all []Cgroup) bool {
 		"cpu.uclamp.min": "0.00", "cpu.uclamp.max": "max",
 		"memory.min": "0", "memory.low": "0", "memory.high": "max", "memory.max": "max",
 		"memory.swap.high": "max", "memory.swap.max": "max", "memory.zswap.max": "max", "memory.oom.group": "0",
-		"pids.max": "max",
+		"pids.max":    "max",
+		"cpuset.cpus": "", "cpuset.mems": "", "cpuset.cpus.exclusive": "", "cpuset.cpus.partition": "member",
 	}
 	for _, c := range all {
 		if path.Dir(c.Path) != "/" || c.Path == "/" {

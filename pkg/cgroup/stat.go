@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"path"
 	"strconv"
 	"strings"
 
@@ -31,12 +32,24 @@ type CPUStat struct {
 	NrPeriods     uint64  `json:"nr_periods"` // periods in which a quota was counted
 	NrThrottled   uint64  `json:"nr_throttled"`
 	ThrottledUsec uint64  `json:"throttled_usec"`
+	// NrBursts are the periods in which more than the quota was used, and BurstUsec how
+	// much more.
+	NrBursts  uint64 `json:"nr_bursts"`
+	BurstUsec uint64 `json:"burst_usec"`
+	// CPUs are those that it can use: cpuset.cpus.effective, its own or the nearest above.
+	// nil where cgroup v2 has no cpuset.
+	CPUs *string `json:"cpus"`
+	// UclampMin and UclampMax are as the kernel shows them, percentages or "max"; "" where
+	// it has none.
+	UclampMin string `json:"uclamp_min,omitempty"`
+	UclampMax string `json:"uclamp_max,omitempty"`
 }
 
 // Quota is cpu.max: so much processor time, over all CPUs, in each period.
 type Quota struct {
 	QuotaUsec  uint64 `json:"quota_usec"`
 	PeriodUsec uint64 `json:"period_usec"`
+	BurstUsec  uint64 `json:"burst_usec"` // of what earlier periods left, at once
 }
 
 // MemoryStat is the memory part, in bytes.
@@ -95,6 +108,7 @@ func (t *Tree) stat(p string) (Stat, error) {
 		into := map[string]*uint64{
 			"usage_usec": &s.CPU.UsageUsec, "nr_periods": &s.CPU.NrPeriods,
 			"nr_throttled": &s.CPU.NrThrottled, "throttled_usec": &s.CPU.ThrottledUsec,
+			"nr_bursts": &s.CPU.NrBursts, "burst_usec": &s.CPU.BurstUsec,
 		}[key]
 		if into == nil {
 			continue
@@ -148,7 +162,27 @@ func (t *Tree) stat(p string) (Stat, error) {
 		if err := errors.Join(err1, err2); err != nil {
 			return s, fmt.Errorf("cpu.max: %w", err)
 		}
-		s.CPU.Max = &Quota{q, d}
+		s.CPU.Max = &Quota{QuotaUsec: q, PeriodUsec: d}
+		if burst, err := t.readUint(p, "cpu.max.burst"); err == nil {
+			s.CPU.Max.BurstUsec = burst
+		}
+	}
+	for above := p; s.CPU.CPUs == nil; above = path.Dir(above) {
+		cpus, err := t.optional(above, "cpuset.cpus.effective")
+		if err != nil {
+			return s, err
+		}
+		if cpus != "" {
+			s.CPU.CPUs = &cpus
+		} else if above == "/" {
+			break
+		}
+	}
+	if s.CPU.UclampMin, err = t.optional(p, "cpu.uclamp.min"); err != nil {
+		return s, err
+	}
+	if s.CPU.UclampMax, err = t.optional(p, "cpu.uclamp.max"); err != nil {
+		return s, err
 	}
 	s.Processes, err = t.Processes(p)
 	return s, err

@@ -170,7 +170,7 @@ func TestStatValues(t *testing.T) {
 	})
 	s, err := tree.Stat(chat)
 	must(t, err)
-	if s.CPU.Weight == nil || *s.CPU.Weight != 700 || s.CPU.Max == nil || *s.CPU.Max != (Quota{5000, 50000}) || s.CPU.Idle ||
+	if s.CPU.Weight == nil || *s.CPU.Weight != 700 || s.CPU.Max == nil || *s.CPU.Max != (Quota{5000, 50000, 0}) || s.CPU.Idle ||
 		s.Memory.High == nil || *s.Memory.High != 1<<29 || s.Memory.Max == nil || *s.Memory.Max != 1<<30 ||
 		s.Memory.Current == nil || *s.Memory.Current == 0 || s.Processes != 1 {
 		t.Errorf("%+v", s)

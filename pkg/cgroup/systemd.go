@@ -221,6 +221,12 @@ func (b *systemd) account(p, controller string) (Condition, bool) {
 		file, property = "memory.max", set("MemoryAccounting", true)
 	case "pids":
 		file, property = "pids.max", set("TasksAccounting", true)
+	case cpuset: // all there are, until the values are set
+		n, err := b.t().nodeCPUs()
+		if err != nil {
+			return shortfall(TypeCPUSet, ReasonControllerNotEnabled, "cpuset is not available in %s: %v", unitOf(p), err), false
+		}
+		file, property = "cpuset.cpus", set("AllowedCPUs", cpuMask(n.possible))
 	}
 	if file == "" || b.t().has(p, file) {
 		return Condition{}, true
@@ -291,6 +297,9 @@ func properties(v Value) ([]systemd1.Property, error) {
 		return one("MemoryMax")
 	case "pids.max":
 		return one("TasksMax")
+	case "cpuset.cpus":
+		cpus, err := policy.ParseCPUs(v.Value)
+		return []systemd1.Property{set("AllowedCPUs", cpuMask(cpus))}, err
 	case "cpu.max":
 		quota, period, _ := strings.Cut(v.Value, " ")
 		q, err := number(quota)
@@ -305,6 +314,18 @@ func properties(v Value) ([]systemd1.Property, error) {
 		return []systemd1.Property{set("CPUQuotaPerSecUSec", q*1_000_000/n), set("CPUQuotaPeriodUSec", n)}, nil
 	}
 	return nil, nil
+}
+
+// cpuMask has a bit for each CPU, the lowest first; none gives the property back.
+func cpuMask(cpus policy.CPUSet) []byte {
+	mask := []byte{}
+	for _, n := range cpus {
+		for n/8 >= len(mask) {
+			mask = append(mask, 0)
+		}
+		mask[n/8] |= 1 << (n % 8)
+	}
+	return mask
 }
 
 func (b *systemd) Set(p string, values []Value) error {
@@ -324,6 +345,15 @@ func (b *systemd) Set(p string, values []Value) error {
 		return nil
 	}
 	for _, v := range values {
+		// Given back, AllowedCPUs leaves the list in force in the cgroup (252): until the
+		// slice goes it allows all.
+		if v == noCPUs() {
+			if now, err := b.t().read(p, v.File); err == nil && now != "" {
+				if v, err = b.t().everyCPU(); err != nil {
+					return err
+				}
+			}
+		}
 		holds := func() bool {
 			now, err := b.t().read(p, v.File)
 			return err == nil && same(v, now)
@@ -359,6 +389,9 @@ var ours = []struct{ property, dropIn string }{
 // accounting are those that turn a controller on. They give way with the slice.
 var accounting = []string{"MemoryAccounting", "TasksAccounting"}
 
+// cpusDropIn is that of AllowedCPUs, which unset does not give back.
+const cpusDropIn = "AllowedCPUs"
+
 func (b *systemd) Release(all []Cgroup) {
 	for _, c := range slices.Backward(all) {
 		if isSlice(c.Path) && b.controlled(c.Path) {
@@ -367,6 +400,7 @@ func (b *systemd) Release(all []Cgroup) {
 				back = append(back, set(o.property, unset))
 			}
 			_ = b.property(c.Path, back...)
+			_ = b.property(c.Path, set("AllowedCPUs", cpuMask(nil))) // systemd 244, so by itself
 			b.forget(c.Path)
 		}
 	}
@@ -409,7 +443,7 @@ func (b *systemd) controlled(p string) bool { return slices.ContainsFunc(dropIns
 // forget removes what is left of properties: as they are given back one by one, a file
 // that says "nothing" for each. Those of others stay.
 func (b *systemd) forget(p string) {
-	names := slices.Clone(accounting)
+	names := append(slices.Clone(accounting), cpusDropIn)
 	for _, o := range ours {
 		names = append(names, o.dropIn)
 	}

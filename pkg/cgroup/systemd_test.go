@@ -18,6 +18,10 @@ func TestProperties(t *testing.T) {
 		{"pids.max", "500"}:            "[TasksMax=@t 500]",
 		{"memory.max", "max"}:          "[MemoryMax=@t 18446744073709551615]",
 		{"cpu.max.burst", "1000"}:      "[]", // it has no name for it
+		{"cpu.uclamp.min", "5.00"}:     "[]",
+		{"cpuset.cpus", "0,2-3,9"}:     "[AllowedCPUs=@ay [0xd, 0x2]]",
+		{"cpuset.cpus", ""}:            "[AllowedCPUs=@ay []]",
+		{"cpuset.cpus", "many"}:        "error",
 		{"cpu.weight", "no number"}:    "error",
 		{"cpu.max", "no number 10000"}: "error",
 	} {

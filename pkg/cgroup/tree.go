@@ -416,6 +416,9 @@ func (t *Tree) write(p, file, value string) error {
 		return err
 	}
 	defer f.Close()
+	if value == "" {
+		value = "\n" // of nothing at all the kernel would not hear
+	}
 	_, err = f.WriteString(value)
 	return err
 }

@@ -36,6 +36,10 @@ var defaults = [...]Value{
 	{"cpu.idle", "0"},
 	{"cpu.weight", "100"},
 	{"cpu.max", "max 100000"},
+	{"cpu.max.burst", "0"},
+	{"cpu.uclamp.min", "0.00"},
+	{"cpu.uclamp.max", "max"},
+	{"cpuset.cpus", ""},
 	{"memory.high", "max"},
 	{"memory.max", "max"},
 	{"pids.max", "max"},
@@ -56,7 +60,7 @@ func Defaults(has func(file string) bool) []Value {
 
 // Values are what a policy asks for one cgroup of a feature, in the order in
 // which they are to be written; nothing for what the policy leaves alone (a
-// nil CPU, Memory or Pids, no quota, no limit). has tells which files the cgroup
+// nil CPU, Memory or Pids, no quota, no limit). CPU.CPUs is a list of the node's. has tells which files the cgroup
 // has: files that are missing are left out, and weight 1 stands in for
 // cpu.idle (kernel 5.15).
 func Values(cpu *policy.CPU, memory *policy.Memory, pids *policy.Pids, has func(file string) bool) []Value {
@@ -82,6 +86,17 @@ func Values(cpu *policy.CPU, memory *policy.Memory, pids *policy.Pids, has func(
 				period = defaultPeriod
 			}
 			add("cpu.max", fmt.Sprintf("%d %d", cpu.MaxUsec, period))
+			// A burst belongs to its quota: without one asked for there is none.
+			add("cpu.max.burst", strconv.FormatUint(cpu.BurstUsec, 10))
+		}
+		if cpu.UclampMin != 0 {
+			add("cpu.uclamp.min", clamp(cpu.UclampMin))
+		}
+		if cpu.UclampMax != 0 {
+			add("cpu.uclamp.max", clamp(cpu.UclampMax))
+		}
+		if cpu.CPUs != "" {
+			add("cpuset.cpus", cpu.CPUs)
 		}
 	}
 	if memory != nil {
@@ -96,6 +111,14 @@ func Values(cpu *policy.CPU, memory *policy.Memory, pids *policy.Pids, has func(
 		add("pids.max", strconv.FormatUint(pids.Max, 10))
 	}
 	return out
+}
+
+// clamp is a percentage as the kernel shows it.
+func clamp(percent uint32) string {
+	if percent == 100 {
+		return "max"
+	}
+	return fmt.Sprintf("%d.00", percent)
 }
 
 // over returns base with the values of top in their place. A cgroup that is to
@@ -201,7 +224,8 @@ func (t *Tree) setOwn(p string, f *policy.Feature) (values []Value, refused []st
 		conds = t.unwritable(p, f, has, false)
 	}
 	refused, cs := t.set(p, values)
-	return values, refused, append(conds, cs...)
+	conds = append(conds, cs...)
+	return values, refused, append(conds, t.elsewhere(p, f)...)
 }
 
 // setForeign does for a cgroup of somebody else's what setOwn does, keeps what it replaces, and
@@ -249,10 +273,11 @@ func (t *Tree) setForeign(p string, f *policy.Feature) (safe []Value, refused []
 	back := released(kept, safe)
 	refused, cs := t.set(p, over(back, safe))
 	conds = append(conds, cs...)
+	conds = append(conds, t.elsewhere(p, f)...)
 	for _, v := range back {
 		// Forgotten only when it is really back.
 		now, err := t.read(p, v.File)
-		if err == nil && same(v, now) {
+		if err == nil && t.given(v, now) {
 			conds = append(conds, t.forgetOriginal(p, v.File)...)
 		}
 		// An idle cgroup reads weight 0 and gets no other: nothing to put back.
@@ -277,13 +302,18 @@ func (t *Tree) forgetOriginal(p, file string) []Condition {
 }
 
 // pair gives the file whose original must be kept and put back together with
-// that of file: a cgroup that leaves cpu.idle has lost its weight.
+// that of file: a cgroup that leaves cpu.idle has lost its weight, and a quota is not set
+// below the burst.
 func pair(file string) string {
 	switch file {
 	case "cpu.idle":
 		return "cpu.weight"
 	case "cpu.weight":
 		return "cpu.idle"
+	case "cpu.max":
+		return "cpu.max.burst"
+	case "cpu.max.burst":
+		return "cpu.max"
 	}
 	return ""
 }
@@ -328,16 +358,21 @@ func (t *Tree) unwritable(p string, f *policy.Feature, has func(string) bool, fo
 	if !t.has(p, "cgroup.procs") {
 		return nil // gone
 	}
-	always := map[string]string{TypeCPU: "cpu.weight", TypeMemory: "memory.max", TypePids: "pids.max"}
+	always := map[string]string{"cpu": "cpu.weight", cpuset: "cpuset.cpus", "memory": "memory.max", "pids": "pids.max"}
 	var conds []Condition
 	for _, v := range Values(f.CPU, f.Memory, f.Pids, func(string) bool { return true }) {
 		typ := typeOf(v.File)
+		controller, _, _ := strings.Cut(v.File, ".")
 		switch {
-		case has(v.File):
-		case !has(always[typ]):
+		case has(v.File) || v == Value{"cpu.max.burst", "0"}:
+		case !has(always[controller]):
 			if foreign {
-				conds = append(conds, t.lacks(p, strings.ToLower(typ)))
+				conds = append(conds, t.lacks(p, controller))
 			}
+		case v.File == "cpu.max.burst":
+			conds = append(conds, shortfall(typ, ReasonControllerNotInKernel, "this kernel has no cpu.max.burst (5.14): quotas hold without a burst"))
+		case strings.HasPrefix(v.File, "cpu.uclamp."):
+			conds = append(conds, shortfall(typ, ReasonControllerNotInKernel, "this kernel has no %s: it was built without CONFIG_UCLAMP_TASK_GROUP", v.File))
 		case v == Value{"cpu.idle", "1"}:
 			conds = append(conds, shortfall(typ, ReasonIdleNotInKernel, "this kernel has no cpu.idle (5.15): weight 1 is used instead"))
 		case v.File != "cpu.idle":
@@ -367,7 +402,11 @@ func (t *Tree) set(p string, values []Value) (refused []string, conds []Conditio
 				continue
 			}
 		}
-		if err := t.Backend.Set(p, []Value{v}); err != nil {
+		err := t.makeRoom(p, v)
+		if err == nil {
+			err = t.Backend.Set(p, []Value{v})
+		}
+		if err != nil {
 			if gone(err) {
 				if _, err := t.Get(p); errors.Is(err, ErrGone) {
 					for _, v := range values {
@@ -380,6 +419,20 @@ func (t *Tree) set(p string, values []Value) (refused []string, conds []Conditio
 		}
 	}
 	return refused, conds
+}
+
+// makeRoom takes the burst away where it is above the quota that is to be set: the kernel
+// refuses such a quota (EINVAL). The burst that is asked for is written after it.
+func (t *Tree) makeRoom(p string, v Value) error {
+	quota, _, _ := strings.Cut(v.Value, " ")
+	limit, err := strconv.ParseUint(quota, 10, 64)
+	if v.File != "cpu.max" || err != nil {
+		return nil // no quota has room for any
+	}
+	if burst, err := t.readUint(p, "cpu.max.burst"); err != nil || burst <= limit {
+		return nil // or there is none
+	}
+	return t.Backend.Set(p, []Value{{"cpu.max.burst", "0"}})
 }
 
 // belowUse reports whether a limit is below what the cgroup uses, with processes in it,

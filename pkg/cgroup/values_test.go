@@ -31,8 +31,11 @@ func TestValues(t *testing.T) {
 		{"idle before 5.15", &policy.CPU{Idle: true}, nil, nil, noIdle, []Value{{"cpu.weight", "1"}}},
 		{"weight before 5.15", &policy.CPU{Weight: 7}, nil, nil, noIdle, []Value{{"cpu.weight", "7"}}},
 		{"quota", &policy.CPU{Weight: 10, MaxUsec: 150000, PeriodUsec: 100000}, nil, nil, all,
-			[]Value{{"cpu.idle", "0"}, {"cpu.weight", "10"}, {"cpu.max", "150000 100000"}}},
-		{"quota without period", &policy.CPU{MaxUsec: 5000}, nil, nil, all, []Value{{"cpu.max", "5000 100000"}}},
+			[]Value{{"cpu.idle", "0"}, {"cpu.weight", "10"}, {"cpu.max", "150000 100000"}, {"cpu.max.burst", "0"}}},
+		{"quota without period", &policy.CPU{MaxUsec: 5000}, nil, nil, all, []Value{{"cpu.max", "5000 100000"}, {"cpu.max.burst", "0"}}},
+		{"burst", &policy.CPU{MaxUsec: 5000, PeriodUsec: 10000, BurstUsec: 4000}, nil, nil, all, []Value{{"cpu.max", "5000 10000"}, {"cpu.max.burst", "4000"}}},
+		{"CPUs and clamps", &policy.CPU{Idle: true, CPUs: "1-3", Exclusive: true, UclampMin: 20, UclampMax: 100}, nil, nil, all,
+			[]Value{{"cpu.idle", "1"}, {"cpu.uclamp.min", "20.00"}, {"cpu.uclamp.max", "max"}, {"cpuset.cpus", "1-3"}}},
 		{"memory", nil, &policy.Memory{High: 2 << 30, Max: 3 << 30}, nil, all,
 			[]Value{{"memory.high", "2147483648"}, {"memory.max", "3221225472"}}},
 		{"pids", nil, nil, &policy.Pids{Max: 500}, all, []Value{{"pids.max", "500"}}},
@@ -43,7 +46,7 @@ func TestValues(t *testing.T) {
 			t.Errorf("%s: %v, want %v", c.name, got, c.want)
 		}
 	}
-	if got := Defaults(noIdle); len(got) != 5 || got[0] != (Value{"cpu.weight", "100"}) {
+	if got := Defaults(noIdle); len(got) != 9 || got[0] != (Value{"cpu.weight", "100"}) {
 		t.Errorf("defaults %v", got)
 	}
 	if got := over(Defaults(all), []Value{{"cpu.idle", "1"}}); got[1].File != "cpu.max" {
@@ -181,10 +184,10 @@ func TestAdoptedValuesGoBack(t *testing.T) {
 	noConditions(t, apply(t, tree, f(nil, nil)), nil)
 	check("never idle again", original, 0)
 	noConditions(t, apply(t, tree, full), nil)
-	check("all", asked, 5)
+	check("all", asked, 6)
 	wantFiles(t, tree, "/idler", map[string]string{"cpu.idle": "0", "cpu.weight": "9000"})
 	noConditions(t, apply(t, tree, full), nil)
-	check("again", asked, 5)
+	check("again", asked, 6)
 	noConditions(t, apply(t, tree, idle), nil)
 	check("idle", map[string]string{"cpu.idle": "1", "cpu.max": "max 50000", "memory.high": "1073741824", "memory.max": "max"}, 2)
 	noConditions(t, apply(t, tree, f(nil, nil)), nil)
@@ -198,7 +201,7 @@ func TestAdoptedValuesGoBack(t *testing.T) {
 	noConditions(t, apply(t, tree, full), nil)
 	noConditions(t, apply(t, tree, idle), nil)
 	noConditions(t, apply(t, tree, full), nil)
-	check("idle and back", asked, 5)
+	check("idle and back", asked, 6)
 	another, err := Find(tree.Dir) // the agent was killed; this is the next one
 	must(t, err)
 	conds, err := another.SetValues(observe, nil)

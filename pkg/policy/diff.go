@@ -223,6 +223,21 @@ func (c *CPU) String() string {
 	if c.MaxUsec > 0 && c.PeriodUsec > 0 {
 		text += fmt.Sprintf(", max %d%% of %dms", c.MaxUsec*100/c.PeriodUsec, c.PeriodUsec/1000)
 	}
+	if c.BurstUsec > 0 {
+		text += fmt.Sprintf(", burst %dms", c.BurstUsec/1000)
+	}
+	if c.CPUs != "" {
+		text += ", cpus " + c.CPUs
+	}
+	if c.Exclusive {
+		text += " exclusive"
+	}
+	if c.UclampMin > 0 {
+		text += fmt.Sprintf(", uclamp_min %d%%", c.UclampMin)
+	}
+	if c.UclampMax > 0 {
+		text += fmt.Sprintf(", uclamp_max %d%%", c.UclampMax)
+	}
 	return text
 }
 

@@ -65,6 +65,7 @@ type feature struct {
 	classless bool // no class is given
 	cpu       *CPU
 	maxAt     place // of cpu.max
+	cpusAt    place // of cpu.cpus
 	memory    *Memory
 	memoryAt  place
 	pids      *Pids

@@ -475,7 +475,7 @@ func defaultCPU(c Class) *CPU {
 
 // cpu reads what a feature says of CPU over its class.
 func (r *reader) cpu(f *feature, v *yaml.Node, path string) {
-	const want = "none, or a mapping with weight, idle, max, period"
+	const want = "none, or a mapping with weight, idle, max, period, burst, cpus, exclusive, uclamp_min, uclamp_max"
 	if v.Kind == yaml.ScalarNode {
 		if s, ok := r.text(v, path, want); ok && s != "none" {
 			r.fail(v, path, "%s is not %s", show(s), want)
@@ -484,10 +484,12 @@ func (r *reader) cpu(f *feature, v *yaml.Node, path string) {
 		}
 		return
 	}
-	var idleAt, weightAt, periodAt *yaml.Node
-	var idle bool
-	var weight, pct, periodUsec uint64
-	r.mapping(v, path, want, []string{"weight", "idle", "max", "period", "per"}, func(key string, k, v *yaml.Node) {
+	var idleAt, weightAt, periodAt, burstAt, exclusiveAt, minAt *yaml.Node
+	var idle, exclusive, noCPUs bool
+	var weight, pct, periodUsec, burstUsec, clampMin, clampMax uint64
+	var cpus string
+	keys := []string{"weight", "idle", "max", "period", "burst", "cpus", "exclusive", "uclamp_min", "uclamp_max", "per"}
+	r.mapping(v, path, want, keys, func(key string, k, v *yaml.Node) {
 		switch path := join(path, key); key {
 		case "weight":
 			if n, ok := r.number(v, path, "a plain number from 1 to 10000", 1, 10000); ok {
@@ -503,6 +505,21 @@ func (r *reader) cpu(f *feature, v *yaml.Node, path string) {
 		case "period":
 			periodAt = v
 			periodUsec = uint64(r.time(v, path, wantPeriod, minPeriod, maxPeriod) / time.Microsecond)
+		case "burst":
+			burstAt = v
+			burstUsec = uint64(r.time(v, path, wantBurst, time.Millisecond, maxBurst) / time.Microsecond)
+		case "cpus":
+			f.cpusAt = r.of(v)
+			cpus = r.cpus(v, path)
+			noCPUs = cpus == ""
+		case "exclusive":
+			exclusiveAt = v
+			exclusive, _ = r.boolean(v, path)
+		case "uclamp_min":
+			minAt = v
+			clampMin = r.united(v, path, wantUclamp, parseUclamp)
+		case "uclamp_max":
+			clampMax = r.united(v, path, wantUclamp, parseUclamp)
 		case "per":
 			f.cpuPerCgroup = r.per(v, path)
 		}
@@ -528,8 +545,37 @@ func (r *reader) cpu(f *feature, v *yaml.Node, path string) {
 		if quota < minQuotaUsec && periodUsec > 0 {
 			r.fail(periodAt, path, "max of %d%% in this period is %d us; the kernel's smallest quota is %d us, so write a longer period", pct, quota, minQuotaUsec)
 		}
-		f.cpu.MaxUsec, f.cpu.PeriodUsec = quota, periodUsec
+		if burstUsec > quota && quota > 0 {
+			r.fail(burstAt, path, "burst of %d us is above the quota, %d us a period, and the kernel takes none that is; write at most that", burstUsec, quota)
+		}
+		f.cpu.MaxUsec, f.cpu.PeriodUsec, f.cpu.BurstUsec = quota, periodUsec, burstUsec
 	}
+	switch {
+	case burstAt != nil && pct == 0:
+		r.fail(burstAt, path, "burst without a max: there is no quota that could be left over")
+	case exclusive && cpus == "" && !noCPUs:
+		r.fail(exclusiveAt, path, "exclusive without cpus: name the CPUs that are this feature's own")
+	case exclusive && strings.HasPrefix(cpus, allBut):
+		r.fail(exclusiveAt, path, "exclusive with %s: name the CPUs that are this feature's own, so that others keep the rest of any node", show(cpus))
+	}
+	if clampMin > clampMax && clampMax > 0 {
+		r.fail(minAt, path, "uclamp_min is above uclamp_max, which holds: write at most %d%%", clampMax)
+	}
+	f.cpu.CPUs, f.cpu.Exclusive = cpus, exclusive
+	f.cpu.UclampMin, f.cpu.UclampMax = uint32(clampMin), uint32(clampMax)
+}
+
+// cpus reads a list of CPUs. YAML takes one alone for a number.
+func (r *reader) cpus(v *yaml.Node, path string) string {
+	if v.Kind != yaml.ScalarNode || r.refused[v] || v.ShortTag() == "!!null" {
+		r.wrong(v, path, wantCPUs)
+		return ""
+	}
+	list, err := parseCPUs(v.Value)
+	if err != nil {
+		r.fail(v, path, "%v", err)
+	}
+	return list
 }
 
 // united reads a value that has a unit. YAML takes one without for a number.

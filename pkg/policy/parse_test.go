@@ -339,7 +339,12 @@ func TestErrors(t *testing.T) {
 			"  p: {class: batch, cpu: {weight: 10001}}\n" +
 			"  q: {class: batch, cpu: {max: 5%, period: \"600\"}}\n" +
 			"  r: {class: batch, cpu: {max: 5%, period: 1h30}}\n" +
-			"  s: {class: batch, cpu: {max: 5%, period: 0ms}}\n", []string{
+			"  s: {class: batch, cpu: {max: 5%, period: 0ms}}\n" +
+			"  t: {class: batch, cpu: {burst: 5ms}}\n" +
+			"  u: {class: batch, cpu: {max: 5%, burst: 6ms}}\n" +
+			"  v: {class: batch, cpu: {max: max, burst: 6ms}}\n" +
+			"  w: {class: batch, cpu: {max: 5%, burst: 5}}\n" +
+			"  x: {class: batch, cpu: {max: 5%, burst: 0s}}\n", []string{
 			"p.yaml:6:35: features.a.cpu.weight: 0 is out of range; write a plain number from 1 to 10000",
 			"p.yaml:7:44: features.b.cpu: idle: true and a weight exclude each other: an idle cgroup has no weight",
 			"p.yaml:8:19: features.c.cpu: idle: false needs a weight: class background has none but idle",
@@ -351,14 +356,58 @@ func TestErrors(t *testing.T) {
 			`p.yaml:14:44: features.i.cpu.period: "100" is missing its unit; write a time from 1ms to 1s, such as 100ms`,
 			`p.yaml:15:44: features.j.cpu.period: "2s" is out of range; write a time from 1ms to 1s, such as 100ms`,
 			`p.yaml:16:44: features.k.cpu.period: "-5s" is out of range; write a time from 1ms to 1s, such as 100ms`,
-			`p.yaml:17:26: features.l.cpu: "nono" is not none, or a mapping with weight, idle, max, period`,
+			`p.yaml:17:26: features.l.cpu: "nono" is not none, or a mapping with weight, idle, max, period, burst, cpus, exclusive, uclamp_min, uclamp_max`,
 			`p.yaml:18:32: features.m.cpu.per: "host" is not cgroup, which is all there is: a limit applies to each cgroup of a compartment`,
-			"p.yaml:19:26: features.n.cpu: needs none, or a mapping with weight, idle, max, period; 5 is a number (quote it if it is meant as text)",
+			"p.yaml:19:26: features.n.cpu: needs none, or a mapping with weight, idle, max, period, burst, cpus, exclusive, uclamp_min, uclamp_max; 5 is a number (quote it if it is meant as text)",
 			`p.yaml:20:32: features.o.cpu.max: "900000%" is out of range; write a share of one CPU from 1% to 819200% (150% is one and a half CPUs), or max`,
 			"p.yaml:21:35: features.p.cpu.weight: 10001 is out of range; write a plain number from 1 to 10000",
 			`p.yaml:22:44: features.q.cpu.period: "600" is missing its unit; write a time from 1ms to 1s, such as 100ms`,
 			`p.yaml:23:44: features.r.cpu.period: "1h30" is missing its unit; write a time from 1ms to 1s, such as 100ms`,
 			`p.yaml:24:44: features.s.cpu.period: "0ms" is out of range; write a time from 1ms to 1s, such as 100ms`,
+			"p.yaml:25:34: features.t.cpu: burst without a max: there is no quota that could be left over",
+			"p.yaml:26:43: features.u.cpu: burst of 6000 us is above the quota, 5000 us a period, and the kernel takes none that is; write at most that",
+			"p.yaml:27:44: features.v.cpu: burst without a max: there is no quota that could be left over",
+			`p.yaml:28:43: features.w.cpu.burst: "5" is missing its unit; write a time from 1ms up to the quota of a period, such as 50ms`,
+			`p.yaml:29:43: features.x.cpu.burst: "0s" is out of range; write a time from 1ms up to the quota of a period, such as 50ms`,
+		}},
+		{"cpus", head + "providers: {}\nfeatures:\n" +
+			"  a: {class: batch, cpu: {cpus: 3-1}}\n" +
+			"  b: {class: batch, cpu: {cpus: \"0-3, 6\"}}\n" +
+			"  c: {class: batch, cpu: {cpus: 8192}}\n" +
+			"  d: {class: batch, cpu: {cpus: 010}}\n" +
+			"  e: {class: batch, cpu: {cpus: [0, 1]}}\n" +
+			"  f: {class: batch, cpu: {cpus: \"\"}}\n" +
+			"  g: {class: batch, cpu: {cpus: not}}\n" +
+			"  h: {class: batch, cpu: {exclusive: true}}\n" +
+			"  i: {class: batch, cpu: {cpus: not 0, exclusive: true}}\n" +
+			"  j: {class: batch, cpu: {cpus: \"4-6,5\", exclusive: true}}\n" +
+			"  k: {class: batch, cpu: {cpus: \"0-4,6\"}}\n" +
+			"  l: {class: batch, cpu: {cpus: 6, exclusive: true}}\n" +
+			"  m: {class: batch, cpu: {cpus: not 5}}\n" +
+			"  n: {class: batch, cpu: {cpus: bad, exclusive: true}}\n", []string{
+			`p.yaml:6:33: features.a.cpu.cpus: "3-1" runs backwards; write "1-3"`,
+			`p.yaml:7:33: features.b.cpu.cpus: "0-3, 6" is not a list of CPUs such as "0-3,6", or "not 0" for all but those`,
+			`p.yaml:8:33: features.c.cpu.cpus: "8192" is out of range; write numbers from 0 to 8191`,
+			`p.yaml:9:33: features.d.cpu.cpus: "010" is not a list of CPUs such as "0-3,6", or "not 0" for all but those`,
+			`p.yaml:10:33: features.e.cpu.cpus: needs a list of CPUs such as "0-3,6", or "not 0" for all but those; this is a list`,
+			`p.yaml:11:33: features.f.cpu.cpus: "" is not a list of CPUs such as "0-3,6", or "not 0" for all but those`,
+			`p.yaml:12:33: features.g.cpu.cpus: "not" is not a list of CPUs such as "0-3,6", or "not 0" for all but those`,
+			"p.yaml:13:38: features.h.cpu: exclusive without cpus: name the CPUs that are this feature's own",
+			`p.yaml:14:51: features.i.cpu: exclusive with "not 0": name the CPUs that are this feature's own, so that others keep the rest of any node`,
+			"p.yaml:16:33: features.k.cpu.cpus: 4,6 is feature j's own (exclusive, at p.yaml:15:33); leave it out here, or there",
+			"p.yaml:16:33: features.k.cpu.cpus: 6 is feature l's own (exclusive, at p.yaml:17:33); leave it out here, or there",
+			"p.yaml:17:33: features.l.cpu.cpus: 6 is feature j's own (exclusive, at p.yaml:15:33); leave it out here, or there",
+			`p.yaml:19:33: features.n.cpu.cpus: "bad" is not a list of CPUs such as "0-3,6", or "not 0" for all but those`,
+		}},
+		{"uclamp", head + "providers: {}\nfeatures:\n" +
+			"  a: {class: batch, cpu: {uclamp_min: 50}}\n" +
+			"  b: {class: batch, cpu: {uclamp_max: 0%}}\n" +
+			"  c: {class: batch, cpu: {uclamp_max: 101%}}\n" +
+			"  d: {class: batch, cpu: {uclamp_min: 50%, uclamp_max: 49%}}\n", []string{
+			`p.yaml:6:39: features.a.cpu.uclamp_min: "50" is missing its unit; write a share of the largest CPU at its highest frequency from 1% to 100%`,
+			`p.yaml:7:39: features.b.cpu.uclamp_max: "0%" is not a share of the largest CPU at its highest frequency from 1% to 100%`,
+			`p.yaml:8:39: features.c.cpu.uclamp_max: "101%" is out of range; write a share of the largest CPU at its highest frequency from 1% to 100%`,
+			"p.yaml:9:39: features.d.cpu: uclamp_min is above uclamp_max, which holds: write at most 49%",
 		}},
 		{"memory", head + "providers: {}\nfeatures:\n" +
 			"  a: {class: batch, memory: {high: 2Gi, max: 1Gi}}\n" +

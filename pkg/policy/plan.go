@@ -190,6 +190,18 @@ type CPU struct {
 	// MaxUsec is the quota of cpu.max in microseconds per PeriodUsec; 0 is "max".
 	MaxUsec    uint64 `json:"max_usec,omitempty"`
 	PeriodUsec uint64 `json:"period_usec,omitempty"`
+	// BurstUsec is cpu.max.burst: how much of the quota that earlier periods left may be
+	// used at once (kernel 5.14). It is at most MaxUsec.
+	BurstUsec uint64 `json:"burst_usec,omitempty"`
+	// CPUs is where the feature may run, as the policy says it: "0-3,6", or "not 0" for
+	// all but that; "" is everywhere. On tells what that is on a node.
+	CPUs string `json:"cpus,omitempty"`
+	// Exclusive: no cgroup of another feature may run on CPUs.
+	Exclusive bool `json:"exclusive,omitempty"`
+	// UclampMin and UclampMax are cpu.uclamp.min and .max in percent of the largest CPU
+	// at its highest frequency; 0 is nothing said.
+	UclampMin uint32 `json:"uclamp_min_percent,omitempty"`
+	UclampMax uint32 `json:"uclamp_max_percent,omitempty"`
 }
 
 // Memory is what a feature's cgroups get of memory, in bytes; 0 is "max".

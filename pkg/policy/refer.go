@@ -31,6 +31,26 @@ func (p *parser) refer() {
 			}
 		}
 	}
+	p.exclusive()
+}
+
+// exclusive checks that no feature names a CPU that is another's own. One that says
+// "not 0" names none.
+func (p *parser) exclusive() {
+	for _, own := range p.file.features {
+		if own.cpu == nil || !own.cpu.Exclusive {
+			continue
+		}
+		for _, f := range p.file.features {
+			if f == own || f.cpu == nil || f.cpu.CPUs == "" || f.cpu.Exclusive && comparePlaces(f.cpusAt, own.cpusAt) < 0 {
+				continue
+			}
+			if both := f.cpu.On(nil).Both(own.cpu.On(nil)); len(both) > 0 {
+				p.errs.add(f.cpusAt, "%s.cpu.cpus: %s is feature %s's own (exclusive, at %s); leave it out here, or there",
+					join("features", f.value), both, own.value, own.cpusAt)
+			}
+		}
+	}
 }
 
 func (p *parser) all() []*feature {

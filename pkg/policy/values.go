@@ -172,8 +172,17 @@ func parsePercent(s string, most uint64, want string) (uint64, error) {
 	return v, nil
 }
 
-// What may stand for the period of cpu.max, and for idle.
+// wantUclamp is of both: a CPU that is clamped to nothing could not run at all.
+const wantUclamp = "a share of the largest CPU at its highest frequency from 1% to 100%"
+
+func parseUclamp(s string) (uint64, error) { return parsePercent(s, 100, wantUclamp) }
+
+// maxBurst is the largest quota of the longest period.
+const maxBurst = maxCPUPercent / 100 * maxPeriod
+
+// What may stand for the period of cpu.max, its burst, and for idle.
 const (
+	wantBurst  = "a time from 1ms up to the quota of a period, such as 50ms"
 	wantPeriod = "a time from 1ms to 1s, such as 100ms"
 	wantIdle   = "a time from 1s to 24h in whole seconds, such as 30s, 2m or 1h30m"
 )

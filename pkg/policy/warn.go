@@ -48,6 +48,7 @@ func (f *File) warnings() Warnings {
 	if d := f.deflt; d != nil {
 		ws.limits("features.default", d.limits, d.providers, limits)
 	}
+	f.warnExclusive(&ws)
 	f.warnStranded(&ws)
 	f.warnHidden(&ws)
 	return ws.warnings()
@@ -200,6 +201,22 @@ func (f *File) warnMatch(ws *findings, path string, d *feature) {
 				ws.add(m.at, "%s.match: matches what is protected (%s), which is never refused", path, s)
 				break
 			}
+		}
+	}
+}
+
+// warnExclusive warns of CPUs that are called a feature's own and are not.
+func (f *File) warnExclusive(ws *findings) {
+	var free []string
+	for _, d := range f.features {
+		if d.cpu == nil {
+			free = append(free, d.value)
+		}
+	}
+	for _, d := range f.features {
+		if d.cpu != nil && d.cpu.Exclusive && len(free) > 0 {
+			ws.add(d.cpusAt, "%s.cpu.cpus: are not this feature's alone: cpu: none leaves %s on every CPU; give it another value, cpu: {} say, if that is not meant",
+				join("features", d.value), strings.Join(free, ", "))
 		}
 	}
 }

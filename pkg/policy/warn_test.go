@@ -82,6 +82,10 @@ func TestWarnings(t *testing.T) {
 		{"a quota for realtime", provider + "features:\n  f: {class: realtime, cpu: {max: 50%}}\n  g: {class: batch, cpu: {max: 50%}}\n", []string{
 			"p.yaml:7:35: features.f.cpu.max: a quota stalls a realtime feature for the rest of a period as soon as a burst has used it up, long before its average reaches it; weights alone do not",
 		}},
+		{"CPUs that are not its own", provider + "features:\n  a: {class: realtime, cpu: {cpus: 0, exclusive: true}}\n  b: {class: batch, cpu: none}\n  c: {class: batch, cpu: {cpus: 1}}\n", []string{
+			"p.yaml:7:36: features.a.cpu.cpus: are not this feature's alone: cpu: none leaves b on every CPU; give it another value, cpu: {} say, if that is not meant",
+		}},
+		{"CPUs of its own", provider + "features:\n  a: {class: realtime, cpu: {cpus: 0, exclusive: true}}\n  b: {class: batch}\n", nil},
 		{"several cgroups", provider + "tenants: {t: {}}\nfeatures:\n" +
 			"  a: {class: batch, cpu: {max: 50%}, memory: {max: 1Gi}, pids: {max: 9}, match: [{unit: \"a@*.service\"}]}\n" +
 			"  b: {class: batch, cpu: {max: 50%}, match: [{unit: a.service}, {cgroup: /b}]}\n" +

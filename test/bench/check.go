@@ -25,6 +25,8 @@ const (
 	// How much longer 95 of a hundred requests to a realtime handler may take beside
 	// parsers than alone, and 99 of a hundred than in SCHED_FIFO.
 	mostP95OfAlone, mostP99OfFIFO = 1.05, 1.15
+	// leastIdle is how much of the machine the parsers must get while the handler is idle.
+	leastIdle = 0.95
 	// mostApply is how long 10,000 prefixes and 1,000 routes may take from text to in
 	// force, in milliseconds.
 	mostApply = 1000
@@ -173,21 +175,23 @@ func rateVerdicts(rows []rateRow) (all []verdict) {
 }
 
 func cpuVerdicts(rows []cpuRow) (all []verdict) {
-	kernels, row := []string{}, map[[2]string]cpuRow{}
+	var runs []cpuRow
+	row := map[cpuRow]cpuRow{} // by run and case
 	for _, r := range rows {
-		if _, known := row[[2]string{r.Kernel, caseAlone}]; !known && r.Case == caseAlone {
-			kernels = append(kernels, r.Kernel)
+		if r.Case == caseAlone {
+			runs = append(runs, r.run())
 		}
-		row[[2]string{r.Kernel, r.Case}] = r
+		row[r.named(r.Case)] = r
 	}
-	p95, p99 := fmt.Sprintf("%.2f", mostP95OfAlone), fmt.Sprintf("%.2f", mostP99OfFIFO)
-	if len(kernels) == 0 {
+	p95, p99, idle := fmt.Sprintf("%.2f", mostP95OfAlone), fmt.Sprintf("%.2f", mostP99OfFIFO), fmt.Sprintf("%.2f", leastIdle)
+	if len(runs) == 0 {
 		return []verdict{unmeasured("cpu: realtime beside parsers", p95+" and "+p99)}
 	}
-	for _, k := range kernels {
-		alone, fifo := row[[2]string{k, caseAlone}], row[[2]string{k, caseFIFO}]
+	for _, run := range runs {
+		alone, fifo := row[run.named(caseAlone)], row[run.named(caseFIFO)]
 		for _, name := range []string{caseBatch, caseBackground} {
-			r, ok := row[[2]string{k, name}]
+			r, ok := row[run.named(name)]
+			what := fmt.Sprintf("cpu: %s, %d CPUs, %d parsers: %s: ", run.Kernel, run.CPUs, run.Parsers, name)
 			for _, l := range []struct {
 				what, limit string
 				x, of, most float64
@@ -195,13 +199,18 @@ func cpuVerdicts(rows []cpuRow) (all []verdict) {
 				{"p95, as a multiple of alone", p95, r.P95, alone.P95, mostP95OfAlone},
 				{"p99, as a multiple of SCHED_FIFO's", p99, r.P99, fifo.P99, mostP99OfFIFO},
 			} {
-				v := unmeasured(fmt.Sprintf("cpu: %s: %s: %s", k, name, l.what), l.limit)
+				v := unmeasured(what+l.what, l.limit)
 				if ok && l.of > 0 {
 					v.Measured = fmt.Sprintf("%.2f (%.2f of %.2f ms)", l.x/l.of, l.x, l.of)
 					v.OK = l.x/l.of <= l.most
 				}
 				all = append(all, v)
 			}
+			v := unmeasured(what+"the parsers' part of the machine with the handler idle", idle)
+			if ok {
+				v.Measured, v.OK = fmt.Sprintf("%.3f", r.Idle), r.Idle >= leastIdle
+			}
+			all = append(all, v)
 		}
 	}
 	return all

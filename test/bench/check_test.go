@@ -3,6 +3,7 @@ package main
 import (
 	"errors"
 	"io"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -32,9 +33,9 @@ func good() *report {
 		Growth:  []grownRow{{What: "routes", Count: 10}, {What: whatSlots, Count: 1000, BytesPerSlot: 900}, {What: whatSlots, Count: 100000, BytesPerSlot: 256}},
 	}
 	for _, k := range []string{"6.1.0", "6.12.0"} {
-		r.CPU = append(r.CPU, cpuRow{Kernel: k, Case: caseAlone, P95: 2, P99: 2},
-			cpuRow{Kernel: k, Case: caseBatch, P95: 2.1, P99: 2.3}, cpuRow{Kernel: k, Case: caseBackground, P95: 2, P99: 2.2},
-			cpuRow{Kernel: k, Case: caseFIFO, P95: 2, P99: 2})
+		r.CPU = append(r.CPU, cpuRow{Kernel: k, Parsers: 8, Case: caseAlone, P95: 2, P99: 2},
+			cpuRow{Kernel: k, Parsers: 8, Case: caseBatch, P95: 2.1, P99: 2.3, Idle: 0.95}, cpuRow{Kernel: k, Parsers: 8, Case: caseBackground, P95: 2, P99: 2.2, Idle: 1},
+			cpuRow{Kernel: k, Parsers: 8, Case: caseFIFO, P95: 2, P99: 2})
 	}
 	return r
 }
@@ -66,10 +67,11 @@ func TestLimits(t *testing.T) {
 		{"bulk untracked", func(r *report) { r.Throughput[2].Ratio.High = 0.9899 }, "bulk TCP, untracked"},
 		{"small untracked", func(r *report) { r.Throughput[3].Ratio.High = 0.9899 }, "response, TCP, untracked"},
 		{"no small untracked", func(r *report) { r.Throughput[3].Name = "" }, "response, TCP, untracked"},
-		{"p95", func(r *report) { r.CPU[5].P95 = 2.11 }, "6.12.0: realtime beside batch: p95"},
-		{"p95, the other class", func(r *report) { r.CPU[2].P95 = 2.11 }, "6.1.0: realtime beside background: p95"},
-		{"p99", func(r *report) { r.CPU[1].P99 = 2.31 }, "6.1.0: realtime beside batch: p99"},
-		{"no class", func(r *report) { r.CPU[6].Case, r.CPU[6].P95, r.CPU[6].P99 = "", 0, 0 }, "6.12.0: realtime beside background"},
+		{"p95", func(r *report) { r.CPU[5].P95 = 2.11 }, "6.12.0, 0 CPUs, 8 parsers: realtime beside batch: p95"},
+		{"p95, the other class", func(r *report) { r.CPU[2].P95 = 2.11 }, "6.1.0, 0 CPUs, 8 parsers: realtime beside background: p95"},
+		{"p99", func(r *report) { r.CPU[1].P99 = 2.31 }, "6.1.0, 0 CPUs, 8 parsers: realtime beside batch: p99"},
+		{"no class", func(r *report) { r.CPU = slices.Delete(r.CPU, 6, 7) }, "6.12.0, 0 CPUs, 8 parsers: realtime beside background"},
+		{"not work-conserving", func(r *report) { r.CPU[5].Idle = 0.94 }, "realtime beside batch: the parsers' part"},
 		{"no CPU", func(r *report) { r.CPU = nil }, "cpu:"},
 		{"slot", func(r *report) { r.Growth[2].BytesPerSlot = 257 }, "slot"},
 		{"no slots", func(r *report) { r.Growth = r.Growth[:1] }, "slot"},

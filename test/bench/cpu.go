@@ -16,9 +16,11 @@ import (
 )
 
 // cpuRow is one line of what test/cpu's benchmark prints: milliseconds of virtual time
-// that a handler takes.
+// that a handler takes. The row alone is that of the run with so many parsers.
 type cpuRow struct {
 	Kernel     string  `json:"kernel"`
+	CPUs       int     `json:"cpus"`
+	Parsers    int     `json:"parsers"`
 	Case       string  `json:"case"`
 	Requests   int     `json:"requests"`
 	P50        float64 `json:"p50_ms"`
@@ -26,7 +28,23 @@ type cpuRow struct {
 	P99        float64 `json:"p99_ms"`
 	TimesAlone float64 `json:"p95_times_alone"`
 	Documents  float64 `json:"documents_per_second"`
+	// Idle is the part of the machine that the parsers had while the handler had nothing to
+	// do.
+	Idle float64 `json:"idle_share"`
 }
+
+// run is what is the same of all rows that are compared.
+func (r cpuRow) run() cpuRow { return cpuRow{Kernel: r.Kernel, CPUs: r.CPUs, Parsers: r.Parsers} }
+
+// named is the row of a case in the same run.
+func (r cpuRow) named(name string) cpuRow {
+	run := r.run()
+	run.Case = name
+	return run
+}
+
+// checkedCases are those that limits are about, for $BULKHEAD_CPU_CASES.
+const checkedCases = "^(" + caseBatch + "|" + caseBackground + "|" + caseFIFO + ")$"
 
 // Cases that limits are about, as test/cpu names them.
 const (
@@ -39,9 +57,14 @@ const (
 // cpuSection runs test/cpu's benchmark in virtual machines.
 func cpuSection(ctx context.Context, o options) ([]cpuRow, error) {
 	progress("cpu: boot kernels (%s)", o.kernels)
-	cmd := exec.CommandContext(ctx, o.rig, "-virtual", "-kernel", o.kernels, "-jobs", fmt.Sprint(o.jobs), "-timeout", "20m",
+	machine := []string{"-virtual"}
+	if o.ordinary {
+		machine = []string{"-smp", "2"}
+	}
+	cmd := exec.CommandContext(ctx, o.rig, append(machine, "-kernel", o.kernels, "-jobs", fmt.Sprint(o.jobs), "-timeout", "90m",
 		"-file", o.binary+":/bin/bulkhead", "-file", o.cpuTest+":/bin/cpu.test",
-		"--", "/bin/cpu.test", "-test.run", "^$", "-test.bench", ".", "-test.benchtime", "1x", "-test.timeout", "20m")
+		"--", "/bin/busybox", "env", "BULKHEAD_CPU_CASES="+o.cases,
+		"/bin/cpu.test", "-test.run", "^$", "-test.bench", ".", "-test.benchtime", "1x", "-test.timeout", "90m")...)
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGINT) }
 	cmd.WaitDelay = 10 * time.Second
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
@@ -54,7 +77,7 @@ func cpuSection(ctx context.Context, o options) ([]cpuRow, error) {
 	if err := cmd.Start(); err != nil {
 		return nil, fmt.Errorf("cpu: the rig (make bench builds it): %w", err)
 	}
-	rows, log, readErr := cpuRows(out, func(r cpuRow) { progress("cpu: %s: %s", r.Kernel, r.Case) })
+	rows, log, readErr := cpuRows(out, func(r cpuRow) { progress("cpu: %s, %d CPUs, %d parsers: %s", r.Kernel, r.CPUs, r.Parsers, r.Case) })
 	if err := cmd.Wait(); err != nil {
 		return rows, fmt.Errorf("cpu: %w\n%s%s", err, log, &failure)
 	}

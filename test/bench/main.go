@@ -39,6 +39,8 @@ type options struct {
 
 	rig, cpuTest string // test/vm and test/cpu, built
 	kernels      string
+	cases        string
+	ordinary     bool
 	jobs         int
 }
 
@@ -64,6 +66,8 @@ func parseOptions(args []string) (options, error) {
 	f.StringVar(&o.rig, "rig", "bin/vm", "cpu: test/vm")
 	f.StringVar(&o.cpuTest, "cpu-test", "bin/cpu.test", "cpu: the test binary of test/cpu, static and with the tag vm")
 	f.StringVar(&o.kernels, "kernels", "all", "cpu: kernels to boot, comma-separated: 6.1, 6.12, newest, or all")
+	f.BoolVar(&o.ordinary, "ordinary", false, "cpu: in ordinary time on two CPUs in place of virtual time on one; only on an idle machine with two processors to spare")
+	f.StringVar(&o.cases, "cases", ".", "cpu: only the cases whose names this expression matches")
 	f.IntVar(&o.jobs, "jobs", 2, "cpu: kernels to run at the same time")
 	if err := f.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
@@ -83,6 +87,7 @@ func parseOptions(args []string) (options, error) {
 	if o.check {
 		// Of growth only the size of a slot and the time of a reload have a limit.
 		*slots, *routes, *compartments, o.idle, o.scraped = "100000", "", "", 0, 0
+		o.cases = checkedCases
 	}
 	for list, into := range map[*string]*[]int{slots: &o.slots, routes: &o.routes, compartments: &o.compartments} {
 		for _, s := range strings.FieldsFunc(*list, func(r rune) bool { return r == ',' }) {

@@ -116,8 +116,19 @@ func (r *report) appliesTable(w io.Writer) {
 }
 
 func (r *report) cpuTable(w io.Writer) {
-	fmt.Fprintln(w, "CPU, virtual time\thandler\trequests\tp50 ms\tp95 ms\tp99 ms\tp95 x alone\tdocuments/s\t")
+	fmt.Fprintln(w, "CPU, virtual time\tCPUs\tparsers\thandler\trequests\tp50 ms\tp95 ms\tp99 ms\tp95 x alone\tp99 x SCHED_FIFO\tdocuments/s\tof the machine, handler idle\t")
+	fifo := map[cpuRow]float64{}
 	for _, c := range r.CPU {
-		fmt.Fprintf(w, "%s\t%s\t%d\t%.2f\t%.2f\t%.2f\t%.2f\t%.0f\t\n", c.Kernel, c.Case, c.Requests, c.P50, c.P95, c.P99, c.TimesAlone, c.Documents)
+		if c.Case == caseFIFO {
+			fifo[c.run()] = c.P99
+		}
+	}
+	for _, c := range r.CPU {
+		times := "-"
+		if of := fifo[c.run()]; of > 0 {
+			times = fmt.Sprintf("%.2f", c.P99/of)
+		}
+		fmt.Fprintf(w, "%s\t%d\t%d\t%s\t%d\t%.2f\t%.2f\t%.2f\t%.2f\t%s\t%.0f\t%.3f\t\n",
+			c.Kernel, c.CPUs, c.Parsers, c.Case, c.Requests, c.P50, c.P95, c.P99, c.TimesAlone, times, c.Documents, c.Idle)
 	}
 }

@@ -1,6 +1,6 @@
 // Package cpu measures what a compartment's share of the CPU is worth: how long a
-// handler that needs about 2 ms of CPU takes to answer beside eight processes that
-// parse JSON without pause. The same is done alone, with all in one cgroup, and with
+// handler that needs about 2 ms of CPU takes to answer beside 8 and beside 64 processes
+// that parse JSON without pause. The same is done alone, with all in one cgroup, and with
 // handler and parsers started by bulkhead exec in features of a policy that a real
 // agent has brought into force.
 //
@@ -13,8 +13,18 @@
 //	go run ./test/vm -virtual -file bin/bulkhead:/bin/bulkhead ./test/cpu
 //
 // Its benchmark measures more cases with more requests and prints each as a line of JSON,
-// for the table of docs/benchmarks.md: the same, and both in cgroups of equal weights, and
-// a handler in SCHED_FIFO. `make bench` runs it.
+// for the tables of docs/cpu.md: what else the kernel offers, each with what it costs the
+// parsers, and a handler in SCHED_FIFO, which nothing but the kernel itself can hold up.
+// `make bench` runs it, BENCH_FLAGS='-sections cpu -cases background' a part of it.
+//
+// # Several CPUs
+//
+// Virtual time is honest with one CPU only. One thread of the emulator runs all CPUs by
+// turns, a turn lasts until a timer of any is due, and QEMU 7.2 begins again with the first
+// CPU then: one that is always busy keeps the others from running. SCHED_FIFO alone had a
+// p99 of 34 ms on two. In ordinary time (-smp 2 without -virtual) the part of the machine
+// that the parsers get is right on any host, and latencies are only on an idle host with a
+// processor for each.
 //
 // The binary is $BULKHEAD_BINARY, else the bulkhead in PATH. A guest whose kernel has no
 // cpu controller on cgroup v2 fails. The table of latencies is in the log.

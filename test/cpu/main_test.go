@@ -27,8 +27,12 @@ const (
 	roleVar    = "BULKHEAD_CPU_TEST"
 	roleParser = "parser"
 	roleProber = "prober"
-	// roleFIFO enters SCHED_FIFO and becomes its arguments, the first of them a role.
-	roleFIFO = "fifo"
+	// These enter a policy of the scheduler and become their arguments, the first of them
+	// a role.
+	roleFIFO  = "fifo"
+	roleBatch = "SCHED_BATCH"
+	roleIdle  = "SCHED_IDLE"
+	roleSlice = "slice"
 	// noRole is that of a program that is not the test binary.
 	noRole = "none"
 )
@@ -36,6 +40,9 @@ const (
 const (
 	// warmup are the requests before those that are measured.
 	warmup = 10
+	// idleWindow is how long the parsers are watched while there are none.
+	// By its end the agent has found the new processes, too.
+	idleWindow = 1200 * time.Millisecond
 	// handler answers each line with a character, after about 2 ms of work in virtual time.
 	// It is a program of one thread. A Go program has one beside it that wakes up all the
 	// time, and that one of the same SCHED_FIFO priority never gets the CPU from: the two
@@ -57,11 +64,11 @@ func runTests(m *testing.M) int {
 		err = parse(os.Stdout)
 	case roleProber:
 		var number int
-		if number, err = strconv.Atoi(os.Args[len(os.Args)-1]); err == nil {
-			err = probe(number, os.NewFile(3, "to the handler"), os.NewFile(4, "from the handler"), os.Stdout)
+		if number, err = strconv.Atoi(os.Args[1]); err == nil {
+			err = probe(number, os.Args[2], os.NewFile(3, "to the handler"), os.NewFile(4, "from the handler"), os.Stdout)
 		}
-	case roleFIFO:
-		err = enterFIFO(os.Args[1], os.Args[2:])
+	case roleFIFO, roleBatch, roleIdle, roleSlice:
+		err = enter(role, os.Args[1], os.Args[2:])
 	default:
 		err = fmt.Errorf("no role %q", role)
 	}
@@ -102,14 +109,22 @@ func parse(done io.Writer) error {
 	}
 }
 
-// enterFIFO becomes a program with all its threads in SCHED_FIFO: execve(2) keeps the
-// policy and leaves one thread, which those that it makes take the policy from
+// enter becomes a program with all its threads in a policy of the scheduler: execve(2)
+// keeps the policy and leaves one thread, which those that it makes take the policy from
 // (sched(7)). It returns only if it failed.
-func enterFIFO(role string, args []string) error {
+func enter(policy, role string, args []string) error {
 	runtime.LockOSThread()
-	fifo := unix.SchedAttr{Size: unix.SizeofSchedAttr, Policy: unix.SCHED_FIFO, Priority: 1}
-	if err := unix.SchedSetAttr(0, &fifo, 0); err != nil {
-		return fmt.Errorf("enter SCHED_FIFO: %w", err)
+	attr := map[string]unix.SchedAttr{
+		roleFIFO:  {Policy: unix.SCHED_FIFO, Priority: 1},
+		roleBatch: {Policy: unix.SCHED_BATCH},
+		roleIdle:  {Policy: unix.SCHED_IDLE},
+		// The slice that fair scheduling gives, in nanoseconds, 0.1 ms at least (6.12; kernels
+		// before do not heed it).
+		roleSlice: {Policy: unix.SCHED_NORMAL, Runtime: 100_000},
+	}[policy]
+	attr.Size = unix.SizeofSchedAttr
+	if err := unix.SchedSetAttr(0, &attr, 0); err != nil {
+		return fmt.Errorf("enter %s: %w", policy, err)
 	}
 	path, err := exec.LookPath(args[0])
 	if err != nil {
@@ -121,11 +136,33 @@ func enterFIFO(role string, args []string) error {
 	return syscall.Exec(path, args, os.Environ())
 }
 
-// probe sends requests and reports how long each took, as JSON in nanoseconds.
-func probe(number int, to io.Writer, from io.Reader, report io.Writer) error {
+// probed is what a prober reports.
+type probed struct {
+	Latencies []time.Duration
+	// Idle is how many CPUs were at work on the parsers while the handler had nothing to do.
+	Idle float64
+}
+
+// probe looks at what the parsers use for a while, then sends requests and reports, as
+// JSON. stat is the cpu.stat of the parsers' cgroup, "" for none.
+func probe(number int, stat string, to io.Writer, from io.Reader, report io.Writer) error {
 	debug.SetGCPercent(-1)
 	random := rand.New(rand.NewPCG(1, 2))
-	latencies := make([]time.Duration, 0, warmup+number)
+	p := probed{Latencies: make([]time.Duration, 0, warmup+number)}
+	if stat != "" {
+		before, err := usage(stat)
+		if err != nil {
+			return err
+		}
+		began := time.Now()
+		time.Sleep(idleWindow)
+		took := time.Since(began)
+		after, err := usage(stat)
+		if err != nil {
+			return err
+		}
+		p.Idle = float64(after-before) / float64(took)
+	}
 	b := make([]byte, 1)
 	for range warmup + number {
 		b[0] = '\n'
@@ -137,7 +174,23 @@ func probe(number int, to io.Writer, from io.Reader, report io.Writer) error {
 		if _, err := io.ReadFull(from, b); err != nil {
 			return fmt.Errorf("the handler's answer: %w", err)
 		}
-		latencies = append(latencies, time.Since(began))
+		p.Latencies = append(p.Latencies, time.Since(began))
 	}
-	return json.NewEncoder(report).Encode(latencies[warmup:])
+	p.Latencies = p.Latencies[warmup:]
+	return json.NewEncoder(report).Encode(p)
+}
+
+// usage is the CPU time in a cpu.stat.
+func usage(stat string) (time.Duration, error) {
+	text, err := os.ReadFile(stat)
+	if err != nil {
+		return 0, err
+	}
+	for _, line := range strings.Split(string(text), "\n") {
+		if usec, ok := strings.CutPrefix(line, "usage_usec "); ok {
+			n, err := strconv.ParseInt(usec, 10, 64)
+			return time.Duration(n) * time.Microsecond, err
+		}
+	}
+	return 0, fmt.Errorf("no usage_usec in %s", stat)
 }

@@ -68,6 +68,12 @@ type member struct {
 		NrPeriods     uint64 `json:"nr_periods"`
 		NrThrottled   uint64 `json:"nr_throttled"`
 		ThrottledUsec uint64 `json:"throttled_usec"`
+		// Of kernels and policies that have them.
+		NrBursts  uint64  `json:"nr_bursts" extra:""`
+		BurstUsec uint64  `json:"burst_usec" extra:""`
+		CPUs      *string `json:"cpus" extra:""`
+		UclampMin string  `json:"uclamp_min" extra:""`
+		UclampMax string  `json:"uclamp_max" extra:""`
 	} `json:"cpu"`
 	CompetesIn string `json:"competes_in" extra:""`
 	Memory     any    `json:"memory" extra:""`
@@ -85,6 +91,7 @@ type member struct {
 type quota struct {
 	QuotaUsec  uint64 `json:"quota_usec"`
 	PeriodUsec uint64 `json:"period_usec"`
+	BurstUsec  uint64 `json:"burst_usec" extra:""`
 }
 
 type bulkhead struct {

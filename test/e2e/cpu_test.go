@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"syscall"
@@ -66,7 +67,7 @@ providers: {}
 features:
   chat:   {class: realtime}
   embed:  {class: timely, cpu: none}
-  batch:  {class: batch, cpu: {weight: 10, max: 150%}, memory: {high: 1Gi, max: 2Gi}}
+  batch:  {class: batch, cpu: {weight: 10, max: 150%, burst: 50ms}, memory: {high: 1Gi, max: 2Gi}}
   parse:  {class: batch, match: [{cgroup: /apps/parse}], cpu: {weight: 7, max: 50%}, memory: {max: 3Gi}}
   nights: {class: background}
 `
@@ -99,7 +100,7 @@ func TestCPU(t *testing.T) {
 	}
 	wantValues(t, n.slice("chat"), map[string]string{"cpu.weight": "10000", "cpu.idle": "0", "cpu.max": "max 100000", "memory.max": "max"})
 	wantValues(t, n.slice("embed"), defaults())
-	batch := map[string]string{"cpu.weight": "10", "cpu.idle": "0", "cpu.max": "150000 100000", "memory.high": fmt.Sprint(1 << 30), "memory.max": fmt.Sprint(2 << 30)}
+	batch := map[string]string{"cpu.weight": "10", "cpu.idle": "0", "cpu.max": "150000 100000", "cpu.max.burst": "50000", "memory.high": fmt.Sprint(1 << 30), "memory.max": fmt.Sprint(2 << 30)}
 	wantValues(t, n.slice("batch"), batch)
 	wantValues(t, n.slice("nights"), map[string]string{"cpu.idle": "1"})
 	adopted := map[string]string{"cpu.weight": "7", "cpu.max": "50000 100000", "memory.high": "max", "memory.max": fmt.Sprint(3 << 30)}
@@ -115,12 +116,12 @@ func TestCPU(t *testing.T) {
 			}
 			got := fmt.Sprint(m.Path, weight, max, m.CPU.Idle)
 			want := map[string]string{
-				"/bulkhead.slice/bulkhead-chat.slice":   "10000 {0 0} false",
-				"/bulkhead.slice/bulkhead-embed.slice":  "100 {0 0} false",
-				"/bulkhead.slice/bulkhead-batch.slice":  "10 {150000 100000} false",
-				"/bulkhead.slice/bulkhead-parse.slice":  "7 {50000 100000} false",
-				"/bulkhead.slice/bulkhead-nights.slice": "0 {0 0} true",
-				"/apps/parse":                           "7 {50000 100000} false",
+				"/bulkhead.slice/bulkhead-chat.slice":   "10000 {0 0 0} false",
+				"/bulkhead.slice/bulkhead-embed.slice":  "100 {0 0 0} false",
+				"/bulkhead.slice/bulkhead-batch.slice":  "10 {150000 100000 50000} false",
+				"/bulkhead.slice/bulkhead-parse.slice":  "7 {50000 100000 0} false",
+				"/bulkhead.slice/bulkhead-nights.slice": "0 {0 0 0} true",
+				"/apps/parse":                           "7 {50000 100000 0} false",
 			}[m.Path]
 			if got != m.Path+want {
 				t.Errorf("status says %s, want %s", got, want)
@@ -130,10 +131,10 @@ func TestCPU(t *testing.T) {
 
 	// A reload changes them, and who leaves, or stops asking, gets the defaults.
 	stays := n.client("embed")
-	n.write(strings.NewReplacer("weight: 10, max: 150%", "weight: 20", "high: 1Gi, max: 2Gi", "max: 1Gi",
+	n.write(strings.NewReplacer("weight: 10, max: 150%, burst: 50ms", "weight: 20", "high: 1Gi, max: 2Gi", "max: 1Gi",
 		"  embed:  {class: timely, cpu: none}\n", "", "match: [{cgroup: /apps/parse}], ", "", "class: background", "class: timely").Replace(weighed))
 	n.must("reload")
-	wantValues(t, n.slice("batch"), map[string]string{"cpu.weight": "20", "cpu.max": "max 100000", "memory.high": "max", "memory.max": fmt.Sprint(1 << 30)})
+	wantValues(t, n.slice("batch"), map[string]string{"cpu.weight": "20", "cpu.max": "max 100000", "cpu.max.burst": "0", "memory.high": "max", "memory.max": fmt.Sprint(1 << 30)})
 	wantValues(t, n.slice("nights"), map[string]string{"cpu.weight": "1000", "cpu.idle": "0"})
 	wantValues(t, parse, originals)
 	wantValues(t, n.slice("embed"), defaults())
@@ -151,6 +152,79 @@ func TestCPU(t *testing.T) {
 	wantValues(t, parse, adopted)
 	n.must("detach")
 	wantValues(t, parse, originals)
+	n.wantState(before)
+}
+
+const own = `
+apiVersion: bulkhead/v1
+kind: Policy
+mode: enforce
+providers: {}
+features:
+  chat:  {class: realtime, cpu: {cpus: 0, exclusive: true}}
+  embed: {class: timely, cpu: none}
+  batch: {class: batch, match: [{cgroup: /apps/parse}]}
+`
+
+// A feature's own CPUs are nobody else's of the policy's, status and plan say what each
+// has and what a node does not have, and it all goes back.
+func TestOwnCPUs(t *testing.T) {
+	n := newNode(t)
+	n.needControllers()
+	if !hasWord(filepath.Join(n.Cgroup.Path, "cgroup.controllers"), "cpuset") {
+		// Without: told, and the rest holds.
+		n.write(own)
+		n.start()
+		wantValues(t, n.slice("chat"), map[string]string{"cpu.weight": "10000"})
+		if c := n.status().condition("CPUSet"); c == nil || !strings.Contains(c.Message, "cpuset controller") {
+			t.Errorf("condition %+v", c)
+		}
+		return
+	}
+	if runtime.NumCPU() < 2 {
+		t.Skip("this machine lacks: a second CPU")
+	}
+	parse := n.Mkdir("apps/parse").Path
+	for _, dir := range []string{n.Cgroup.Path, filepath.Dir(parse)} {
+		if err := os.WriteFile(filepath.Join(dir, "cgroup.subtree_control"), []byte("+cpu +cpuset"), 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	before := n.state()
+	n.write(own)
+	if p := n.planned(n.policy); len(p.Conditions) > 0 || !strings.Contains(p.text, "cpus 0 exclusive") {
+		t.Errorf("plan: %+v\n%s", p.Conditions, p.text)
+	}
+	n.start()
+	wantValues(t, n.slice("chat"), map[string]string{"cpuset.cpus": "0", "cpuset.cpus.effective": "0"})
+	wantValues(t, n.slice("embed"), map[string]string{"cpuset.cpus": ""})
+	for _, dir := range []string{n.slice("batch"), parse} {
+		if cpus, err := os.ReadFile(filepath.Join(dir, "cpuset.cpus.effective")); err != nil || strings.HasPrefix(string(cpus), "0") {
+			t.Errorf("%s runs on %q, %v", dir, cpus, err)
+		}
+	}
+	s := n.status()
+	for _, c := range s.Compartments {
+		for _, m := range c.Cgroups {
+			if m.CPU.CPUs == nil || c.Feature == "chat" && *m.CPU.CPUs != "0" || c.Feature == "batch" && strings.HasPrefix(*m.CPU.CPUs, "0") {
+				t.Errorf("status of %s: %+v", m.Path, m.CPU)
+			}
+		}
+	}
+	if c := s.condition("CPUSet"); c != nil {
+		t.Errorf("condition %+v", c)
+	}
+
+	n.write(strings.Replace(own, "cpus: 0,", "cpus: 8000,", 1))
+	p := n.planned(n.policy)
+	n.must("reload")
+	c := n.status().condition("CPUSet")
+	if c == nil || c.Reason != "CPUsNotThere" || !strings.Contains(c.Message, "CPU 8000") {
+		t.Errorf("condition %+v", c)
+	} else if len(p.Conditions) != 1 || p.Conditions[0] != *c {
+		t.Errorf("plan said %+v, status %+v", p.Conditions, c)
+	}
+	n.must("detach")
 	n.wantState(before)
 }
 

@@ -72,7 +72,7 @@ func prepare() (undo func(), err error) {
 	}
 	// All nodes shall have the controllers that there are, from the beginning to
 	// the end. Without root the tests do not run, and say so.
-	for _, c := range []string{"cpu", "memory"} {
+	for _, c := range []string{"cpu", "cpuset", "memory"} {
 		if root, err := kerneltest.Root(); err == nil && !hasWord(root+"/cgroup.subtree_control", c) && controller("+"+c) == nil {
 			on = append(on, c)
 		}

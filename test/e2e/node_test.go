@@ -443,7 +443,7 @@ func (n *node) state() []string {
 
 // controlFiles are what a policy may change of a cgroup.
 func controlFiles() []string {
-	return []string{"cpu.weight", "cpu.idle", "cpu.max", "memory.high", "memory.max", "cgroup.subtree_control"}
+	return []string{"cpu.weight", "cpu.idle", "cpu.max", "cpu.max.burst", "cpuset.cpus", "memory.high", "memory.max", "cgroup.subtree_control"}
 }
 
 // wantState fails unless everything is as it was.

@@ -41,7 +41,11 @@ func (m machine) args() []string {
 	if m.virtual {
 		return []string{"-accel", "tcg,thread=single", "-icount", "shift=0,sleep=off", "-smp", "1", "-m", strconv.Itoa(m.memoryMiB)}
 	}
-	return []string{"-accel", "tcg,thread=multi", "-smp", strconv.Itoa(m.cpus), "-m", strconv.Itoa(m.memoryMiB)}
+	cpus := strconv.Itoa(m.cpus)
+	if m.disk != "" {
+		cpus += ",maxcpus=4" // a cpuset of one CPU says something where there may be others
+	}
+	return []string{"-accel", "tcg,thread=multi", "-smp", cpus, "-m", strconv.Itoa(m.memoryMiB)}
 }
 
 // boot runs the commands on k and returns what became of them. The guest's
