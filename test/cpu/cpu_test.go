@@ -66,19 +66,22 @@ const classes = `
   night_parse: {class: background}
 `
 
-// A handler beside parsers of a lower class answers as if it were alone, be they few or
-// many, and they work on with what it leaves.
-func TestHandlerBesideParsers(t *testing.T) {
+// A handler beside parsers of a lower class answers as if it were alone, and they work on
+// with what it leaves.
+func TestHandlerBesideParsers(t *testing.T) { besideParsers(t, few) }
+
+// So it does beside many.
+func TestHandlerBesideManyParsers(t *testing.T) { besideParsers(t, many) }
+
+func besideParsers(t *testing.T, parsers int) {
 	n := newNode(t)
 	together := n.in(n.Mkdir("together"))
 	alone := n.measure("alone", samples, 0, together, together)
 	one := n.measure("one cgroup", samplesStarved, few, together, together)
 	chat, batch, night := n.through("chat"), n.through("batch_parse"), n.through("night_parse")
 	results := []result{alone, one,
-		n.measure("chat beside batch", samples, few, chat, batch),
-		n.measure("chat beside background", samples, few, chat, night),
-		n.measure("chat beside batch", samples, many, chat, batch),
-		n.measure("chat beside background", samples, many, chat, night),
+		n.measure("chat beside batch", samples, parsers, chat, batch),
+		n.measure("chat beside background", samples, parsers, chat, night),
 	}
 	t.Logf("kernel %s, p95 as a multiple of that alone:\n%s", release(t), table(results...))
 

@@ -148,7 +148,9 @@ ExecStart=/bin/bash -c 'systemd-notify --ready; while [ ! -e /run/hang ]; do sys
 	adopted("at the start")
 	for i := range 20 {
 		sh(t, "systemctl restart adopted")
-		adopted(fmt.Sprintf("restart %d", i))
+		if i%5 == 4 { // each time it is: the agent is asked seldom, as that takes a second here
+			adopted(fmt.Sprintf("restart %d", i))
+		}
 	}
 	if got := sh(t, "systemctl show -P NRestarts -P Result adopted"); !strings.Contains(got, "success") {
 		t.Errorf("%s", got)
