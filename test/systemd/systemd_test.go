@@ -53,7 +53,8 @@ var want = map[string]map[string]string{
 	"/bulkhead.slice/bulkhead-night.slice": {"cpu.idle": "1"},
 }
 
-// TestMain runs in each boot what is for it.
+// TestMain runs in each boot what is for it. TestBeforeReboot is the last of the first one, by the name of its
+// file: it leaves an agent that runs.
 func TestMain(m *testing.M) {
 	flag.Parse()
 	name, value := "test.skip", "^TestAfterReboot$"
