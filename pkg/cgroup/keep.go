@@ -249,5 +249,5 @@ func (k *Keeper) reads(g *kept, v Value) (string, bool) {
 		return "", false
 	}
 	now := strings.TrimSuffix(string(buf[:n]), "\n")
-	return now, same(v, now)
+	return now, k.tree.given(v, now)
 }

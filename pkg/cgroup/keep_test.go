@@ -164,3 +164,20 @@ func BenchmarkCheck(b *testing.B) {
 		}
 	}
 }
+
+// All CPUs in cpuset.cpus are none asked for: a kernel that does not take the list away has
+// them there, and nobody is to put that right every ten seconds.
+func TestKeeperCPUs(t *testing.T) {
+	tree := cpusetTree(t)
+	k := NewKeeper(tree)
+	keeping(t, k, plan(policy.Enforce, nil, feature("chat", &policy.CPU{Weight: 900}, nil), feature("batch", &policy.CPU{Weight: 1, CPUs: "0"}, nil)))
+	every, err := tree.everyCPU()
+	must(t, err)
+	must(t, tree.write(chat, "cpuset.cpus", every.Value))
+	wantPut(t, "with all CPUs", k.Check(time.Now()))
+	if every.Value == "0" {
+		return // there is no list that means less
+	}
+	must(t, tree.write(chat, "cpuset.cpus", "0"))
+	wantPut(t, "with one CPU", k.Check(time.Now()), Correction{Feature: "chat", Path: chat, File: "cpuset.cpus", Was: "0"})
+}
