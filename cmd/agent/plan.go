@@ -125,7 +125,7 @@ func (a *app) preview(ctx context.Context, next *policy.Plan) (*preview, error) 
 	if p.Adopt, p.Release, err = adoptions(tree, snap, next, all); err != nil {
 		return nil, err
 	}
-	placer := cgroup.NewPlacer(tree, next, all)
+	placer := cgroup.NewPlacer(tree, next)
 	moves, err := placer.Preview()
 	if err != nil {
 		return nil, err

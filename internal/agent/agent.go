@@ -303,11 +303,9 @@ func (a *agent) loop(ctx context.Context, requests <-chan request, contents <-ch
 		told, poll := a.procs.wake()
 		select {
 		case <-told:
-			a.complain("place processes", a.procs.told())
-			a.publishIfPlaced()
+			a.complain("place processes", a.procs.told()) // a tick publishes it
 		case now := <-poll:
 			a.complain("place processes", a.procs.polled(now))
-			a.publishIfPlaced()
 		case <-changed:
 			if look == nil {
 				look = time.After(time.Until(a.lookedAt.Add(apart)))

@@ -20,7 +20,7 @@ const (
 	passEvery = 5 * time.Minute
 	// pollEvery and pollPass stand in for events.
 	pollEvery = 100 * time.Millisecond
-	pollPass  = 5 * time.Second
+	pollPass  = 10 * time.Second
 )
 
 // Processes is what the agent does about processes that match by what they are.
@@ -62,8 +62,8 @@ func (p *processes) wake() (<-chan struct{}, <-chan time.Time) {
 
 // follow makes a plan the one by which processes are placed, and places all
 // that there are.
-func (p *processes) follow(plan *policy.Plan, all []cgroup.Cgroup) error {
-	next := cgroup.NewPlacer(p.tree, plan, all)
+func (p *processes) follow(plan *policy.Plan) error {
+	next := cgroup.NewPlacer(p.tree, plan)
 	next.Follow(p.placer)
 	p.plan, p.placer = plan, next
 	if !next.Needed() {
@@ -116,6 +116,7 @@ func (p *processes) told() error {
 		p.startPolling(err)
 		return p.pass()
 	}
+	p.placer.Begin()
 	for _, e := range events {
 		switch e.What {
 		case procevents.Fork:

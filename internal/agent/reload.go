@@ -190,7 +190,7 @@ func (a *agent) commit(plan *policy.Plan) (err error) {
 	a.setup = conds
 	a.settle(p)
 	a.back = a.tree.SendBack(func(slice string) bool { return places(plan, slice) })
-	a.complain("place processes", a.procs.follow(plan, all))
+	a.complain("place processes", a.procs.follow(plan))
 	a.prune()
 	a.adopt()
 	return nil
@@ -352,11 +352,9 @@ func (a *agent) tick() {
 	a.expire(time.Now())
 	a.complain("place processes", a.procs.tick(time.Now()))
 	a.publishIfPlaced()
-	switch {
-	case a.watcher == nil || a.unwatched || time.Since(a.lookedAt) >= lookEvery:
+	// Nobody tells that the last process of a cgroup has ended: that is seen then, too.
+	if a.watcher == nil || a.unwatched || time.Since(a.lookedAt) >= lookEvery {
 		a.watchTree()
-	case a.litter:
-		a.tidy() // nobody tells that the last process of a cgroup has ended
 	}
 }
 

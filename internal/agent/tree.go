@@ -94,6 +94,9 @@ const (
 func (a *agent) watchTree() {
 	for range 10 {
 		all := a.look()
+		if all == nil {
+			a.lookedAt = time.Time{} // again in a second
+		}
 		if a.watcher == nil || all == nil {
 			return
 		}

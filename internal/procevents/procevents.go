@@ -31,7 +31,7 @@ type Event struct {
 
 const (
 	connectorIdx, connectorVal = 1, 1 // CN_IDX_PROC, CN_VAL_PROC
-	listen                     = 1    // PROC_CN_MCAST_LISTEN
+	listen, ignore             = 1, 2 // PROC_CN_MCAST_LISTEN, PROC_CN_MCAST_IGNORE
 	none                       = 0    // PROC_EVENT_NONE: the answer to listen
 
 	// A message is a netlink header, a cn_msg and a proc_event; where in it what is.
@@ -52,6 +52,7 @@ const (
 // Listener collects events until they are taken.
 type Listener struct {
 	file *os.File
+	fd   int
 	wake chan struct{}
 
 	mu     sync.Mutex
@@ -67,7 +68,7 @@ func Listen() (*Listener, error) {
 		return nil, fmt.Errorf("process events: %w", err)
 	}
 	file := os.NewFile(uintptr(fd), "process events")
-	l := &Listener{file: file, wake: make(chan struct{}, 1)}
+	l := &Listener{file: file, fd: fd, wake: make(chan struct{}, 1)}
 	if err := l.begin(fd); err != nil {
 		file.Close()
 		return nil, fmt.Errorf("process events: %w", err)
@@ -84,15 +85,10 @@ func (l *Listener) begin(fd int) error {
 	if err := unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK, Groups: connectorIdx}); err != nil {
 		return fmt.Errorf("%w (needs CAP_NET_ADMIN)", err)
 	}
-	le := binary.NativeEndian
-	var m [headerSize + cnSize + 4]byte
-	le.PutUint32(m[0:], uint32(len(m)))
-	le.PutUint16(m[4:], unix.NLMSG_DONE)
-	le.PutUint32(m[headerSize:], connectorIdx)
-	le.PutUint32(m[headerSize+4:], connectorVal)
-	le.PutUint16(m[headerSize+16:], 4) // length of what follows
-	le.PutUint32(m[headerSize+cnSize:], listen)
-	if err := unix.Sendto(fd, m[:], 0, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil {
+	// Who listens hears the answers to all others too. Of a request only ack comes back,
+	// and one more (cn_proc_ack): seq is the kernel's own count.
+	mark := uint32(time.Now().UnixNano())
+	if err := ask(fd, listen, mark); err != nil {
 		if errors.Is(err, unix.ECONNREFUSED) {
 			err = fmt.Errorf("%w (only in the initial network namespace: hostNetwork)", err)
 		}
@@ -113,8 +109,9 @@ func (l *Listener) begin(fd int) error {
 		if err != nil {
 			return err
 		}
-		if n < dataAt+4 || le.Uint32(buf[whatAt:]) != none {
-			l.add(buf[:n]) // somebody else has made the kernel tell already
+		le := binary.NativeEndian
+		if n < dataAt+4 || le.Uint32(buf[whatAt:]) != none || le.Uint32(buf[headerSize+12:]) != mark+1 {
+			l.add(buf[:n]) // somebody else has made the kernel tell already, or is answered
 			continue
 		}
 		if errno := unix.Errno(le.Uint32(buf[dataAt:])); errno != 0 {
@@ -122,6 +119,20 @@ func (l *Listener) begin(fd int) error {
 		}
 		return nil
 	}
+}
+
+// ask tells the kernel to begin or to end.
+func ask(fd int, what, mark uint32) error {
+	le := binary.NativeEndian
+	var m [headerSize + cnSize + 4]byte
+	le.PutUint32(m[0:], uint32(len(m)))
+	le.PutUint16(m[4:], unix.NLMSG_DONE)
+	le.PutUint32(m[headerSize:], connectorIdx)
+	le.PutUint32(m[headerSize+4:], connectorVal)
+	le.PutUint32(m[headerSize+12:], mark)
+	le.PutUint16(m[headerSize+16:], 4) // length of what follows
+	le.PutUint32(m[headerSize+cnSize:], what)
+	return unix.Sendto(fd, m[:], 0, &unix.SockaddrNetlink{Family: unix.AF_NETLINK})
 }
 
 // filter lets pass only what is wanted. It tells events by the low half of their
@@ -221,5 +232,9 @@ func (l *Listener) Take() (events []Event, lost bool, err error) {
 	return events, lost, err
 }
 
-// Close ends it.
-func (l *Listener) Close() error { return l.file.Close() }
+// Close ends it. Before 6.6 the kernel counts listeners, and goes on making events for
+// those who do not say that they are gone.
+func (l *Listener) Close() error {
+	_ = ask(l.fd, ignore, 0)
+	return l.file.Close()
+}

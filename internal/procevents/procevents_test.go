@@ -155,6 +155,24 @@ func TestElsewhere(t *testing.T) {
 		t.Log(err)
 		return
 	}
+	// Others who listen are answered, and the answer is heard by all.
+	stop, others := make(chan struct{}), sync.WaitGroup{}
+	others.Go(func() {
+		for {
+			select {
+			case <-stop:
+				return
+			default:
+				if l, err := Listen(); err != nil {
+					t.Error(err)
+				} else {
+					l.Close()
+				}
+			}
+		}
+	})
+	defer others.Wait()
+	defer close(stop)
 	for name, flags := range map[string]uintptr{"network": unix.CLONE_NEWNET, "pid": unix.CLONE_NEWPID} {
 		t.Run(name, func(t *testing.T) {
 			cmd := exec.Command("/proc/self/exe", "-test.run", "^TestElsewhere$", "-test.v")

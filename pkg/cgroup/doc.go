@@ -17,7 +17,7 @@
 //	put, err := keeper.SetValues(plan, adopted) // after it
 //	put = keeper.Check(time.Now())             // every CheckEvery: what others changed is put back
 //	tree.SendBack(keep)                        // processes that it no longer places
-//	placer := cgroup.NewPlacer(tree, plan, all)
+//	placer := cgroup.NewPlacer(tree, plan)
 //	placer.Pass()                              // those that match by what they are
 //	left, err := tree.Prune(plan)              // what the plan no longer names
 //

@@ -68,10 +68,10 @@ func (b cgroupfs) Move(leaf string, pid int) error {
 			if errors.Is(err, unix.EINVAL) {
 				cure = " (a kernel with CONFIG_RT_GROUP_SCHED moves no realtime threads)"
 			}
-			return fmt.Errorf("move process %d to cgroup %s: %w%s", pid, leaf, err, cure)
+			return fmt.Errorf("move it to cgroup %s: %w%s", leaf, err, cure)
 		}
 	}
-	return fmt.Errorf("move process %d: cgroup %s: %w", pid, leaf, ErrGone)
+	return fmt.Errorf("move it to cgroup %s: %w", leaf, ErrGone)
 }
 
 // leafNameOf is the name of the calling process's leaf. Another pid namespace may have the

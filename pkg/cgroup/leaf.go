@@ -84,6 +84,16 @@ func (t *Tree) delegated(p string) bool {
 	return false
 }
 
+// sliceAround is the slice of ours that a cgroup is or is in, "" if there is none.
+func sliceAround(p string) string {
+	for ; policy.IsOurs(p); p = path.Dir(p) {
+		if isSlice(p) {
+			return p
+		}
+	}
+	return ""
+}
+
 // SendBack moves the processes that were moved into compartments whose slice keep says
 // no to back to where they came from: to the unit if it is one's, to the tree's root if
 // that is gone. Those that cannot go stay, and are told. Of cgroups in units it removes
@@ -131,6 +141,9 @@ func (t *Tree) moveAll(from, to string) error {
 			return nil
 		}
 		for _, pid := range pids {
+			if pid == 0 {
+				return fmt.Errorf("processes of another pid namespace are in it") // "0" would be ourselves
+			}
 			if err := t.write(to, "cgroup.procs", strconv.Itoa(pid)); err != nil && !errors.Is(err, unix.ESRCH) {
 				return fmt.Errorf("process %s: %w", names([]int{pid}), err)
 			}

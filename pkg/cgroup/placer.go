@@ -3,12 +3,15 @@ package cgroup
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"bulkhead/pkg/policy"
 )
@@ -28,19 +31,26 @@ const passes = 10
 // It is told of each process that begins, becomes another program or another
 // user; Pass finds all that there are. It is not for more than one goroutine.
 type Placer struct {
-	tree      *Tree
-	plan      *policy.Plan
-	items     []item
-	protected map[string]bool
-	self      int
-	pidNS     string
+	tree  *Tree
+	plan  *policy.Plan
+	items []item
+	self  int
+	// namespaces are ours and the first process's, by kind: who has others is in a
+	// container.
+	namespaces map[string][]string
 
 	// followed are the processes that match and those that come of them.
 	followed map[int]follow
-	refused  map[refusal]int // pid of the first
-	counts   Placed
-	moved    []Moved
-	seen     map[int]time.Time // by Poll, and since when
+	// gone are processes that had ended when they were to be looked at, since Begin:
+	// their children are looked at in their place.
+	gone    map[int]bool
+	refused map[refusal]map[int]uint64 // pids, and when each began
+	counts  Placed
+	moved   []Moved
+	seen    map[int]time.Time // by Poll, and since when
+	lastPID string            // the youngest process then
+	// youngUntil is until when one may be young.
+	youngUntil time.Time
 	// dry: nothing is moved, only told.
 	dry bool
 }
@@ -81,29 +91,39 @@ type Moved struct {
 	From, To    string // cgroups
 }
 
-// NewPlacer returns the placer of a plan. Its conditions name users that this
-// node does not know.
-func NewPlacer(t *Tree, plan *policy.Plan, all []Cgroup) *Placer {
-	p := &Placer{tree: t, plan: plan, followed: map[int]follow{}, refused: map[refusal]int{},
-		protected: map[string]bool{}, self: os.Getpid(), counts: Placed{Skipped: map[string]uint64{}}}
+// NewPlacer returns the placer of a plan.
+func NewPlacer(t *Tree, plan *policy.Plan) *Placer {
+	p := &Placer{tree: t, plan: plan, followed: map[int]follow{}, gone: map[int]bool{}, refused: map[refusal]map[int]uint64{},
+		self: os.Getpid(), namespaces: map[string][]string{}, counts: Placed{Skipped: map[string]uint64{}}}
 	p.items = itemsOf(plan)
 	if plan.Mode == policy.Observe || !slices.ContainsFunc(p.items, item.OfProcess) {
 		p.items = nil
 	}
-	for _, c := range Protected(plan, all) {
-		p.protected[c.Path] = true
+	for _, kind := range []string{"pid", "mnt", "cgroup"} {
+		for _, of := range []string{"self", "1"} {
+			if ns, err := os.Readlink("/proc/" + of + "/ns/" + kind); err == nil {
+				p.namespaces[kind] = append(p.namespaces[kind], ns)
+			}
+		}
 	}
-	p.pidNS, _ = os.Readlink("/proc/self/ns/pid")
 	return p
 }
 
 // Needed reports whether the plan asks for processes to be placed at all.
-func (p *Placer) Needed() bool { return len(p.items) > 0 }
+func (p *Placer) Needed() bool { return len(p.items) > 0 && !p.tree.Namespaced }
 
 // Follow takes over what an earlier placer followed, as far as the plan still
 // has the compartments.
 func (p *Placer) Follow(before *Placer) {
-	if before == nil || !p.Needed() {
+	if before == nil {
+		return
+	}
+	p.seen, p.lastPID = before.seen, before.lastPID
+	p.counts.Moved, p.counts.Lost = before.counts.Moved, before.counts.Lost
+	for why, n := range before.counts.Skipped {
+		p.counts.Skipped[why] = n
+	}
+	if !p.Needed() {
 		return
 	}
 	for pid, f := range before.followed {
@@ -114,11 +134,6 @@ func (p *Placer) Follow(before *Placer) {
 				p.followed[pid] = f
 			}
 		}
-	}
-	p.seen = before.seen
-	p.counts.Moved, p.counts.Lost = before.counts.Moved, before.counts.Lost
-	for why, n := range before.counts.Skipped {
-		p.counts.Skipped[why] = n
 	}
 }
 
@@ -133,10 +148,7 @@ func (p *Placer) Pass() error {
 	if !p.Needed() {
 		return nil
 	}
-	if p.tree.Namespaced {
-		return nil // Conditions tells
-	}
-	p.refused = map[refusal]int{}
+	p.refused = map[refusal]map[int]uint64{}
 	for range passes {
 		pids, err := processes()
 		if err != nil {
@@ -162,9 +174,9 @@ func (p *Placer) Pass() error {
 	return nil
 }
 
-// Verify finds those that somebody has moved out of their compartments, and
-// forgets those that have ended. It reads the compartments' lists, however many
-// processes are in them, and no process.
+// Verify finds those that somebody has moved out of their compartments, tries again
+// what was refused, and forgets those that have ended. It reads the compartments'
+// lists, however many processes are in them, and no process in its place.
 func (p *Placer) Verify() {
 	inside, looked := map[int]bool{}, map[string]bool{}
 	for _, f := range p.followed {
@@ -177,8 +189,11 @@ func (p *Placer) Verify() {
 			return // and again
 		}
 		for _, c := range all {
+			if isSlice(f.at) && sliceAround(c.Path) != f.at {
+				continue // a tenant's
+			}
 			pids, err := p.tree.pids(c.Path)
-			if err != nil && !gone(err) {
+			if err != nil && !gone(err) && !errors.Is(err, unix.EOPNOTSUPP) {
 				return
 			}
 			for _, pid := range pids {
@@ -189,12 +204,21 @@ func (p *Placer) Verify() {
 	for pid, f := range p.followed {
 		if f.at != "" && !inside[pid] {
 			p.Look(pid)
+		} else if f.at == "" && !(process{pid: pid, start: f.start}).still() {
+			delete(p.followed, pid)
 		}
 	}
-	for r, pid := range p.refused {
-		if _, err := processOf(pid); err != nil {
+	for r, pids := range p.refused {
+		for pid, start := range pids {
+			if !(process{pid: pid, start: start}).still() {
+				delete(pids, pid)
+			} else if kindOf(r.why) == "refused" {
+				delete(pids, pid)
+				p.Look(pid)
+			}
+		}
+		if len(pids) == 0 {
 			delete(p.refused, r)
-			delete(p.followed, pid)
 		}
 	}
 }
@@ -206,6 +230,17 @@ const young = 2 * time.Second
 // Poll looks at the processes that it has not seen before, and at the young. It
 // stands in where nobody tells of them.
 func (p *Placer) Poll(now time.Time) error {
+	// Its last field is the pid that was given last (proc(5)).
+	load, err := os.ReadFile("/proc/loadavg")
+	if err != nil {
+		return fmt.Errorf("look for processes: %w", err)
+	}
+	f := strings.Fields(string(load))
+	if last := f[len(f)-1]; last == p.lastPID && now.After(p.youngUntil) {
+		return nil
+	} else if last != p.lastPID {
+		p.lastPID, p.youngUntil = last, now.Add(young)
+	}
 	pids, err := processes()
 	if err != nil {
 		return fmt.Errorf("look for processes: %w", err)
@@ -235,23 +270,39 @@ func (p *Placer) Preview() ([]Moved, error) {
 	return p.Moves(), err
 }
 
+// Begin begins to look at what was told together, in order.
+func (p *Placer) Begin() { clear(p.gone) }
+
 // Forked is told that a process has made another. Nearly always it is where it
 // should be, or nobody's concern.
 func (p *Placer) Forked(parent, child int) {
-	if _, ok := p.followed[parent]; ok {
-		p.Look(child)
+	f, ok := p.followed[parent]
+	switch {
+	case ok:
+		p.look(child, &f.compartment)
+	case p.gone[parent]:
+		p.look(child, nil)
+	default:
+		delete(p.followed, child) // another had this pid
 	}
 }
 
 // Look places one process, if it is to be placed.
-func (p *Placer) Look(pid int) {
+func (p *Placer) Look(pid int) { p.look(pid, nil) }
+
+// look places a process that may come of one in a compartment, of which /proc does not
+// tell any more when that one has ended.
+func (p *Placer) look(pid int, of *uint32) {
 	if pid == p.self || pid <= 1 || !p.Needed() {
 		return
 	}
 	pr, err := processOf(pid)
 	if err != nil {
 		delete(p.followed, pid)
-		if !errors.Is(err, ErrGone) && !errors.Is(err, errKernel) {
+		switch {
+		case errors.Is(err, ErrGone):
+			p.gone[pid] = true
+		case !errors.Is(err, errKernel):
 			p.counts.Skipped["unreadable"]++
 		}
 		return
@@ -259,20 +310,35 @@ func (p *Placer) Look(pid int) {
 	if f, ok := p.followed[pid]; ok && f.start != pr.start {
 		delete(p.followed, pid) // another process with this pid
 	}
-	target, ok, err := p.target(pr)
-	if err != nil && !errors.Is(err, ErrGone) && !errors.Is(err, ErrOutside) {
+	target, ok, err := p.target(pr, of)
+	if errors.Is(err, ErrGone) {
+		p.gone[pid] = true
+	} else if err != nil && !errors.Is(err, ErrOutside) {
 		p.counts.Skipped["unreadable"]++
 	}
-	if !ok {
-		return
+	if ok {
+		p.place(pr, target)
 	}
-	p.place(pr, target)
+}
+
+// comesOf is the compartment of a process that matches nothing itself: the one that it
+// has, or that of the process that made it.
+func (p *Placer) comesOf(pr process, of *uint32) (uint32, bool) {
+	if f, ok := p.followed[pr.pid]; ok {
+		return f.compartment, true
+	}
+	if of != nil {
+		return *of, true
+	}
+	// The parent of that number may be another by now.
+	f, ok := p.followed[pr.parent]
+	return f.compartment, ok && (process{pid: pr.parent, start: f.start}).still()
 }
 
 // target is the compartment that a process belongs to by what it is: that of
 // the first item that matches, else that of the process it comes from. ok is
 // false if that is no matter of processes: nothing matches, or where it is does.
-func (p *Placer) target(pr process) (compartment uint32, ok bool, err error) {
+func (p *Placer) target(pr process, of *uint32) (compartment uint32, ok bool, err error) {
 	where := "" // read for those only who match otherwise: most processes do not
 	around := func(it item) (bool, error) {
 		if it.Unit == "" && it.Cgroup == "" {
@@ -309,14 +375,9 @@ func (p *Placer) target(pr process) (compartment uint32, ok bool, err error) {
 		}
 	}
 	if !ok {
-		f, mine := p.followed[pr.pid]
-		if !mine {
-			f, mine = p.followed[pr.parent]
-		}
-		if !mine {
+		if compartment, ok = p.comesOf(pr, of); !ok {
 			return 0, false, err
 		}
-		compartment = f.compartment
 	}
 	for _, it := range p.items[:before] {
 		if it.OfProcess() {
@@ -351,10 +412,7 @@ func (p *Placer) place(pr process, compartment uint32) {
 	if why != "" {
 		p.counts.Skipped[kindOf(why)]++
 		if why != protectedPlace {
-			key := refusal{compartment, c.Path, why}
-			if _, told := p.refused[key]; !told {
-				p.refused[key] = pr.pid
-			}
+			p.refuse(pr, refusal{compartment, c.Path, why})
 		}
 		// Its children may be somewhere else.
 		p.followed[pr.pid] = follow{pr.start, compartment, ""}
@@ -372,7 +430,7 @@ func (p *Placer) place(pr process, compartment uint32) {
 			p.counts.Skipped["gone"]++
 		default:
 			p.counts.Skipped["refused"]++
-			p.refused[refusal{compartment, c.Path, "refused: " + err.Error()}] = pr.pid
+			p.refuse(pr, refusal{compartment, c.Path, "refused: " + err.Error()})
 		}
 		return
 	}
@@ -396,6 +454,13 @@ func (p *Placer) place(pr process, compartment uint32) {
 	p.moved = append(p.moved, Moved{pr.pid, compartment, c.Path, leaf})
 }
 
+func (p *Placer) refuse(pr process, r refusal) {
+	if p.refused[r] == nil {
+		p.refused[r] = map[int]uint64{}
+	}
+	p.refused[r][pr.pid] = pr.start
+}
+
 const (
 	protectedPlace = "protected"
 	explicitPlace  = "explicit"
@@ -404,7 +469,7 @@ const (
 // inside reports whether a cgroup is of the compartment with a slice, and in which
 // cgroup to look for its processes.
 func (p *Placer) inside(c Cgroup, slice string) (at string, ok bool) {
-	if c.Path == slice || strings.HasPrefix(c.Path, slice+"/") {
+	if sliceAround(c.Path) == slice {
 		return slice, true
 	}
 	if isMatchSub(c) {
@@ -417,13 +482,8 @@ func (p *Placer) inside(c Cgroup, slice string) (at string, ok bool) {
 // why says why a process may not be moved out of a cgroup, "" if it may; then unit is
 // the one in which it must stay, "" if it is in none.
 func (p *Placer) why(pr process, c Cgroup) (unit, why string) {
-	for at := c.Path; ; at = path.Dir(at) {
-		if p.protected[at] {
-			return "", protectedPlace
-		}
-		if at == "/" {
-			break
-		}
+	if p.protects(c.Path) {
+		return "", protectedPlace
 	}
 	if policy.IsOurs(c.Path) {
 		if isMatchLeaf(c.Path) {
@@ -431,19 +491,54 @@ func (p *Placer) why(pr process, c Cgroup) (unit, why string) {
 		}
 		return "", explicitPlace
 	}
-	if ns, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/pid", pr.pid)); err == nil && ns != p.pidNS {
-		return "", "container: it is in a pid namespace of its own; match its cgroup instead"
+	if why := p.container(pr, "pid"); why != "" {
+		return "", why
 	}
 	if unit := innermostUnit(c.Path); unit != "" {
-		if p.tree.delegated(unit) {
+		// Deeper in it are others who manage what is theirs.
+		if c.Path == unit && p.tree.delegated(unit) {
 			return unit, ""
 		}
-		return "", fmt.Sprintf("managed: %s is somebody's unit; match it as a whole (unit: %s), or give it Delegate=yes, with which the process is put into a cgroup in the unit", unit, path.Base(unit))
+		return "", fmt.Sprintf("managed: %s is somebody's unit; match it as a whole (unit: %s), or give it Delegate=yes, with which a process that is in none of its own cgroups is put into one in the unit", unit, path.Base(unit))
+	}
+	// A container need not be a unit, nor have a pid namespace.
+	for _, kind := range []string{"cgroup", "mnt"} {
+		if why := p.container(pr, kind); why != "" && c.Path != "/" && !strings.HasSuffix(c.Path, ".slice") {
+			return "", why
+		}
 	}
 	if c.Owner != 0 {
 		return "", fmt.Sprintf("managed: %s is delegated to uid %d; match it by cgroup", c.Path, c.Owner)
 	}
 	return "", ""
+}
+
+// container says that a process has a namespace of its own, "" if it has not.
+func (p *Placer) container(pr process, kind string) string {
+	ns, err := os.Readlink(pr.dir() + "/ns/" + kind)
+	if err != nil {
+		return "unreadable: its namespaces cannot be read (needs CAP_SYS_PTRACE)"
+	}
+	if slices.Contains(p.namespaces[kind], ns) {
+		return ""
+	}
+	return fmt.Sprintf("container: it is in a %s namespace of its own; match its cgroup instead", kind)
+}
+
+// protects reports whether a cgroup, or one that it is in, is protected: see Protected.
+func (p *Placer) protects(at string) bool {
+	for ; at != "/" && at != "."; at = path.Dir(at) {
+		for _, pattern := range p.plan.Protect {
+			name := path.Base(at)
+			if strings.HasPrefix(pattern, "/") {
+				name = at
+			}
+			if match(pattern, name) {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 func kindOf(why string) string {
@@ -454,7 +549,7 @@ func kindOf(why string) string {
 // Conditions are what stands in the way of placing processes now.
 func (p *Placer) Conditions() []Condition {
 	var out []Condition
-	if p.Needed() && p.tree.Namespaced {
+	if len(p.items) > 0 && p.tree.Namespaced {
 		out = append(out, shortfall(TypePlacement, ReasonNamespaced,
 			"processes are not moved from within a private cgroup namespace; run the agent in the host's, or match by cgroup or unit"))
 	}
@@ -477,7 +572,7 @@ func (p *Placer) Conditions() []Condition {
 		c := p.plan.Compartments[k.compartment]
 		_, why, _ := strings.Cut(k.why, ": ")
 		out = append(out, shortfall(TypePlacement, ReasonNotLoose, "process %s matches %s and stays in cgroup %s: %s",
-			names([]int{p.refused[k]}), strings.TrimSuffix(c.Feature+"/"+c.Tenant, "/"), k.cgroup, why))
+			names(slices.Sorted(maps.Keys(p.refused[k]))), strings.TrimSuffix(c.Feature+"/"+c.Tenant, "/"), k.cgroup, why))
 	}
 	return dedupe(out)
 }

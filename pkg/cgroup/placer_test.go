@@ -35,9 +35,7 @@ func placing(t *testing.T, tree *Tree, plan *policy.Plan) *Placer {
 	t.Helper()
 	_, err := tree.EnsureSlices(plan)
 	must(t, err)
-	all, err := tree.Walk()
-	must(t, err)
-	return NewPlacer(tree, plan, all)
+	return NewPlacer(tree, plan)
 }
 
 // sleeper starts a process in a cgroup that has the test's mark and waits.
@@ -66,7 +64,8 @@ func TestMatchProcess(t *testing.T) {
 	tree := testTree(t)
 	exe, err := os.Readlink("/proc/self/exe")
 	must(t, err)
-	apps, other := mkdir(t, tree, "/apps"), mkdir(t, tree, "/apps/other")
+	mkdir(t, tree, "/apps/other")
+	mkdir(t, tree, "/elsewhere")
 	both := marked(t, func(m *policy.Match) { m.Exe, m.User, m.Cgroup = "**/"+path.Base(exe), "root", "/apps/**" })
 	for name, c := range map[string]struct {
 		items []policy.Match
@@ -82,7 +81,7 @@ func TestMatchProcess(t *testing.T) {
 		"user":               {[]policy.Match{marked(t, func(m *policy.Match) { m.User = "0" })}, "/apps", nil, "chat"},
 		"another user":       {[]policy.Match{marked(t, func(m *policy.Match) { m.User = "nobody" })}, "/apps", nil, ""},
 		"all keys":           {[]policy.Match{both}, "/apps/other", nil, "chat"},
-		"all keys but where": {[]policy.Match{both}, "/", nil, ""},
+		"all keys but where": {[]policy.Match{both}, "/elsewhere", nil, ""},
 		"first":              {[]policy.Match{{Cmdline: "no such"}, marked(t), marked(t, func(m *policy.Match) { m.Tenant = "free" })}, "/apps", nil, "chat"},
 		"tenant":             {[]policy.Match{marked(t, func(m *policy.Match) { m.Tenant = "free" })}, "/apps", nil, "chat-free"},
 		"adopted before":     {[]policy.Match{{Cgroup: "/apps"}, marked(t)}, "/apps/other", nil, ""},
@@ -108,7 +107,6 @@ func TestMatchProcess(t *testing.T) {
 			p.end()
 		})
 	}
-	_, _ = apps, other
 }
 
 // A process that matches takes its children along, wherever they are by then, and
@@ -116,7 +114,7 @@ func TestMatchProcess(t *testing.T) {
 func TestDescendants(t *testing.T) {
 	tree := testTree(t)
 	mkdir(t, tree, "/apps")
-	elsewhere := mkdir(t, tree, "/elsewhere")
+	mkdir(t, tree, "/elsewhere")
 	m := mark(t)
 	// A shell with a child and a grandchild, and one that has moved away.
 	cmd := exec.Command("/bin/sh", "-c", "sleep 1000 & (sleep 1000; :) & echo $$ >"+tree.path("/elsewhere")+"/cgroup.procs; wait", m)
@@ -151,7 +149,6 @@ func TestDescendants(t *testing.T) {
 	if here, _ := tree.pids("/elsewhere"); len(apps) != 4 || !slices.Equal(here, []int{cmd.Process.Pid}) {
 		t.Errorf("back in %v and %v", apps, here)
 	}
-	_ = elsewhere
 }
 
 // Out of a unit, a scope, a container, what is delegated, what is protected and what
@@ -173,7 +170,10 @@ func TestNotLoose(t *testing.T) {
 		}, "managed", []string{"unit: x.service"}},
 		"delegated": {"/lent", func(t *testing.T, dir string) { must(t, os.Chown(dir, 65534, 65534)) }, "managed", []string{"uid 65534"}},
 		"protected": {"/kept/below", nil, "protected", nil},
-		"exec":      {batch + "/exec-1.scope", nil, "explicit", nil},
+		"in a manager's": {"/system.slice/runtime.service/job/step", func(t *testing.T, dir string) {
+			must(t, unix.Setxattr(path.Dir(path.Dir(dir)), "user.delegate", []byte("1"), 0))
+		}, "managed", []string{"unit: runtime.service"}},
+		"exec": {batch + "/exec-1.scope", nil, "explicit", nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			pl := plan(policy.Enforce, nil, feature("chat", nil, nil, marked(t)), feature("batch", nil, nil))
@@ -200,26 +200,28 @@ func TestNotLoose(t *testing.T) {
 			noConditions(t, placer.Conditions(), nil)
 		})
 	}
-	t.Run("pid namespace", func(t *testing.T) {
-		placer := placing(t, tree, plan(policy.Enforce, nil, feature("chat", nil, nil, marked(t))))
-		cmd := exec.Command("/bin/sh", "-c", "read -r x; exit 0", mark(t))
-		cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWPID}
-		in, err := cmd.StdinPipe()
-		must(t, err)
-		mkdir(t, tree, "/container")
-		d, err := os.Open(tree.path("/container"))
-		must(t, err)
-		defer d.Close()
-		cmd.SysProcAttr.UseCgroupFD, cmd.SysProcAttr.CgroupFD = true, int(d.Fd())
-		must(t, cmd.Start())
-		defer cmd.Wait()
-		defer in.Close()
-		must(t, placer.Pass())
-		if n := placer.Counts(); n.Moved != 0 || n.Skipped["container"] != 1 {
-			t.Errorf("%+v", n)
-		}
-		wantCondition(t, placer.Conditions(), TypePlacement, ReasonNotLoose, "pid namespace of its own", "/container")
-	})
+	for kind, flag := range map[string]uintptr{"pid": unix.CLONE_NEWPID, "mnt": unix.CLONE_NEWNS, "cgroup": unix.CLONE_NEWCGROUP} {
+		t.Run(kind+" namespace", func(t *testing.T) {
+			placer := placing(t, tree, plan(policy.Enforce, nil, feature("chat", nil, nil, marked(t))))
+			cmd := exec.Command("/bin/sh", "-c", "read -r x; exit 0", mark(t))
+			cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: flag}
+			in, err := cmd.StdinPipe()
+			must(t, err)
+			mkdir(t, tree, "/container")
+			d, err := os.Open(tree.path("/container"))
+			must(t, err)
+			defer d.Close()
+			cmd.SysProcAttr.UseCgroupFD, cmd.SysProcAttr.CgroupFD = true, int(d.Fd())
+			must(t, cmd.Start())
+			defer cmd.Wait()
+			defer in.Close()
+			must(t, placer.Pass())
+			if n := placer.Counts(); n.Moved != 0 || n.Skipped["container"] != 1 {
+				t.Errorf("%+v", n)
+			}
+			wantCondition(t, placer.Conditions(), TypePlacement, ReasonNotLoose, kind+" namespace of its own", "/container")
+		})
+	}
 }
 
 // In a unit with Delegate=yes a process gets a cgroup in the unit, which is adopted; it
@@ -311,6 +313,87 @@ func TestOddProcesses(t *testing.T) {
 	}
 }
 
+// What a process was that has ended before it was looked at, its children are: they are
+// looked at themselves, and belong to the compartment that it had. One that only has its
+// number is nobody's child.
+func TestEndedParents(t *testing.T) {
+	tree := testTree(t)
+	mkdir(t, tree, "/apps")
+	placer := placing(t, tree, plan(policy.Enforce, nil, feature("chat", nil, nil, marked(t))))
+	ended := exec.Command("/bin/true")
+	must(t, ended.Run())
+	gone := ended.Process.Pid
+
+	matches := sleeper(t, tree, "/apps")
+	placer.Forked(gone, matches.Process.Pid)
+	wantIn(t, tree, matches, "/apps") // of no process that is known
+	placer.Begin()
+	placer.Look(gone)
+	placer.Forked(gone, matches.Process.Pid)
+	wantIn(t, tree, matches, chat)
+
+	child := start(t, tree, "/apps", "hold")
+	placer.followed[gone] = follow{start: 1, compartment: 1, at: chat}
+	placer.Forked(gone, child.Process.Pid)
+	wantIn(t, tree, child, chat)
+	grandchild := start(t, tree, "/apps", "hold")
+	placer.Forked(child.Process.Pid, grandchild.Process.Pid)
+	wantIn(t, tree, grandchild, chat)
+
+	// The parent of these is the test, which began another time.
+	placer.followed[os.Getpid()] = follow{start: 1, compartment: 1, at: chat}
+	stranger := start(t, tree, "/apps", "hold")
+	placer.Look(stranger.Process.Pid)
+	wantIn(t, tree, stranger, "/apps")
+	// And one has the number of what was followed.
+	placer.followed[stranger.Process.Pid] = follow{start: 1, compartment: 1, at: ""}
+	placer.Forked(1, stranger.Process.Pid)
+	if _, ok := placer.followed[stranger.Process.Pid]; ok {
+		t.Error("a process is taken for the one that had its number before")
+	}
+	placer.followed[stranger.Process.Pid] = follow{start: 1, compartment: 1, at: ""}
+	placer.Verify()
+	if _, ok := placer.followed[stranger.Process.Pid]; ok {
+		t.Error("what has ended is followed for ever")
+	}
+}
+
+// A tenant's slice is in its feature's and is another compartment.
+func TestTenantIsNotFeature(t *testing.T) {
+	tree := testTree(t)
+	mkdir(t, tree, "/apps")
+	free := plan(policy.Enforce, []string{"free"}, feature("chat", nil, nil, marked(t, func(m *policy.Match) { m.Tenant = "free" })))
+	p := sleeper(t, tree, "/apps")
+	must(t, placing(t, tree, free).Pass())
+	wantIn(t, tree, p, chat+"/bulkhead-chat-free.slice")
+	placer := placing(t, tree, plan(policy.Enforce, []string{"free"}, feature("chat", nil, nil, marked(t))))
+	must(t, placer.Pass())
+	wantIn(t, tree, p, chat)
+	// Moved on by somebody else it is found.
+	must(t, os.MkdirAll(tree.path(chat+"/bulkhead-chat-free.slice/exec-9.scope"), 0o755))
+	must(t, tree.write(chat+"/bulkhead-chat-free.slice/exec-9.scope", "cgroup.procs", strconv.Itoa(p.Process.Pid)))
+	placer.Verify()
+	if c := placer.Counts(); c.Lost != 1 {
+		t.Errorf("%+v", c)
+	}
+}
+
+// What is protected and comes after the policy is protected.
+func TestProtectedLater(t *testing.T) {
+	tree := testTree(t)
+	pl := plan(policy.Enforce, nil, feature("chat", nil, nil, marked(t)))
+	pl.Protect = []string{"keep*.service"}
+	placer := placing(t, tree, pl)
+	unit := mkdir(t, tree, "/system.slice/keeper.service")
+	must(t, unix.Setxattr(tree.path(unit.Path), "user.delegate", []byte("1"), 0))
+	p := sleeper(t, tree, unit.Path)
+	placer.Look(p.Process.Pid)
+	wantIn(t, tree, p, unit.Path)
+	if c := placer.Counts(); c.Skipped["protected"] != 1 {
+		t.Errorf("%+v", c)
+	}
+}
+
 // A process that somebody moves elsewhere is noticed, counted and put back.
 func TestMembershipLost(t *testing.T) {
 	tree := testTree(t)
@@ -364,6 +447,9 @@ func TestObservePlacesNobody(t *testing.T) {
 	next.Follow(pl)
 	if next.Needed() {
 		t.Error("observe is to place processes")
+	}
+	if next.Counts().Moved != 1 {
+		t.Errorf("%+v: a counter goes down", next.Counts())
 	}
 	_, conds, err := tree.Remove()
 	noConditions(t, conds, err)

@@ -544,7 +544,10 @@ func (b *systemd) Move(leaf string, pid int) error {
 		err = b.job("start "+unit, func(ctx context.Context, c *systemd1.Conn, done chan<- string) error {
 			_, err := c.StartTransientUnitContext(ctx, unit, "fail", []systemd1.Property{
 				systemd1.PropDescription("processes that match bulkhead's policy"), systemd1.PropSlice(unitOf(slice)),
-				set("PIDs", []uint32{uint32(pid)}), set("Delegate", true),
+				set("PIDs", []uint32{uint32(pid)}),
+				// Delegated, but without controllers: Delegate= would have systemd turn on all
+				// that there are, up to the root.
+				set("DelegateControllers", []string{}),
 				set("CollectMode", "inactive-or-failed"),
 			}, done)
 			return err
@@ -556,7 +559,7 @@ func (b *systemd) Move(leaf string, pid int) error {
 		break
 	}
 	if err != nil {
-		return fmt.Errorf("move process %d to %s: %w", pid, unit, err)
+		return fmt.Errorf("move it to %s: %w", unit, err)
 	}
 	return nil
 }

@@ -255,7 +255,7 @@ func (t *Tree) setForeign(p string, f *policy.Feature) (safe []Value, refused []
 			safe = append(safe, v)
 			// Of a release that wrote into the file.
 			for _, f := range []string{v.File, pair(v.File)} {
-				if _, ok := kept[f]; ok {
+				if _, ok := kept[f]; ok && t.Backend.Keeps(p, f) {
 					delete(kept, f)
 					conds = append(conds, t.forgetOriginal(p, f)...)
 				}
@@ -323,7 +323,7 @@ func pair(file string) string {
 func (t *Tree) keep(p, file string, kept map[string]string) error {
 	// cpu.weight first: once cpu.idle is written it cannot be read any more.
 	for _, f := range []string{pair(file), file} {
-		if _, ok := kept[f]; ok || f == "" || !t.has(p, f) {
+		if _, ok := kept[f]; ok || f == "" || !t.has(p, f) || f != file && t.Backend.Keeps(p, f) {
 			continue
 		}
 		now, err := t.read(p, f)

@@ -186,6 +186,30 @@ func TestUnits(t *testing.T) {
 	ownSettles(t, "in the end", before)
 }
 
+// A burst, which systemd has no name for, beside a quota, for which it has: what the unit had of both comes back, however
+// often they were set.
+func TestUnitBurst(t *testing.T) {
+	const unit, at = "/run/systemd/system/burst.service", root + "/system.slice/burst.service/"
+	if err := os.WriteFile(unit, []byte("[Service]\nExecStart=sleep infinity\nCPUQuota=70%\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	sh(t, "systemctl daemon-reload; systemctl start burst; echo 7000 >"+at+"cpu.max.burst")
+	defer func() {
+		sh(t, "systemctl stop burst; rm "+unit+"; systemctl daemon-reload")
+	}()
+	a := start(t, strings.Replace(adopting, "match: [{cgroup: /system.slice/plain.service}", "match: [{unit: burst.service}", 1))
+	holds(t, "no burst is asked for", map[string]map[string]string{"/system.slice/burst.service": {"cpu.max": "150000 100000", "cpu.max.burst": "0"}})
+	a.write("apiVersion: bulkhead/v1\nkind: Policy\nmode: enforce\nproviders: {}\nfeatures:\n  chat: {class: realtime, match: [{unit: burst.service}], cpu: {max: 150%, burst: 50ms}}\n")
+	for range 3 {
+		sh(t, "bulkhead reload")
+		holds(t, "after a reload", map[string]map[string]string{"/system.slice/burst.service": {"cpu.max": "150000 100000", "cpu.max.burst": "50000"}})
+	}
+	a.signal(syscall.SIGTERM)
+	<-a.ended
+	sh(t, "bulkhead detach")
+	holds(t, "after detach", map[string]map[string]string{"/system.slice/burst.service": {"cpu.max": "70000 100000", "cpu.max.burst": "7000"}})
+}
+
 // corrections are those that status counts, by feature; the features of an agent that does not answer in time have none.
 func corrections(t *testing.T) map[string]uint64 {
 	t.Helper()

@@ -69,6 +69,10 @@ func TestLooseProcesses(t *testing.T) {
 	if got := sh(t, "systemctl is-active match-1-batch.scope"); got != "active" {
 		t.Errorf("the scope is %s", got)
 	}
+	// It asks for no controller: that would be turned on up to the root.
+	if on := sh(t, "cat "+root+"/cgroup.subtree_control "+root+"/bulkhead.slice/cgroup.subtree_control "+root+"/bulkhead.slice/bulkhead-batch.slice/cgroup.subtree_control"); strings.Contains(on, "cpuset") {
+		t.Errorf("the scope has turned controllers on: %s", on)
+	}
 	for _, command := range []string{"systemctl daemon-reload", "systemctl daemon-reexec"} {
 		sh(t, command)
 		in(t, first, scope)
