@@ -59,7 +59,7 @@ func boot(ctx context.Context, k kernel, m machine, files []guestFile, commands 
 	ctx, cancel := context.WithTimeout(ctx, m.timeout)
 	defer cancel()
 	if m.disk == "" {
-		return bootOnce(ctx, k, m, dir, 1, files, commands, out)
+		return bootSafely(ctx, k, m, dir, 1, files, commands, out)
 	}
 	copied := filepath.Join(dir, "disk")
 	if out, err := exec.CommandContext(ctx, "cp", "--sparse=always", "--reflink=auto", m.disk, copied).CombinedOutput(); err != nil {
@@ -68,7 +68,7 @@ func boot(ctx context.Context, k kernel, m machine, files []guestFile, commands 
 	m.disk = copied
 	var r *run
 	for n := 1; n <= m.boots; n++ {
-		next, err := bootOnce(ctx, k, m, dir, n, files, commands, out)
+		next, err := bootSafely(ctx, k, m, dir, n, files, commands, out)
 		if err != nil {
 			return nil, err
 		}
@@ -77,6 +77,21 @@ func boot(ctx context.Context, k kernel, m machine, files []guestFile, commands 
 		}
 	}
 	return r, nil
+}
+
+// bootTries is how often a guest is started whose kernel panics before anything of ours
+// runs in it: what the emulator makes of code that the kernel patches while several CPUs
+// run ends now and then in an int3 (text_poke). What comes later is a failure.
+const bootTries = 3
+
+func bootSafely(ctx context.Context, k kernel, m machine, dir string, number int, files []guestFile, commands []command, out io.Writer) (*run, error) {
+	for try := 1; ; try++ {
+		r, err := bootOnce(ctx, k, m, dir, number, files, commands, out)
+		if err != nil || !r.early() || try == bootTries || ctx.Err() != nil {
+			return r, err
+		}
+		fmt.Fprintf(out, "# the kernel panicked before the guest's first word: start %d of %d\n", try+1, bootTries)
+	}
 }
 
 // bootOnce is the number-th start of a guest.

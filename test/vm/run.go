@@ -46,6 +46,9 @@ func newRun(nonce string, commands []command, out io.Writer) *run {
 	return &run{nonce: nonce, commands: commands, out: out, codes: map[int]int{}, results: make([]result, len(commands)+1)}
 }
 
+// early reports whether the kernel panicked before the guest had said anything.
+func (r *run) early() bool { return r.panic != "" && r.version == "" }
+
 // after adds what the tests of the start before did.
 func (r *run) after(before *run) *run {
 	if before != nil {
