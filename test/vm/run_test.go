@@ -56,3 +56,19 @@ func TestCounts(t *testing.T) {
 		t.Errorf("got %+v", got)
 	}
 }
+
+// A panic is of the boot only if the guest has said nothing.
+func TestEarly(t *testing.T) {
+	r := newRun("n", nil, io.Discard)
+	if r.early() {
+		t.Error("no panic is an early one")
+	}
+	r.console("[2.0] Kernel panic - not syncing: Fatal exception in interrupt")
+	if !r.early() {
+		t.Error("a panic at boot is not seen")
+	}
+	r.report("n kernel 6.1")
+	if r.early() {
+		t.Error("a panic after the guest's first word is taken for one of the boot")
+	}
+}
