@@ -252,19 +252,17 @@ func names(pids []int) string {
 func (b cgroupfs) Set(p string, values []Value) error {
 	for _, v := range values {
 		now, err := b.t.read(p, v.File)
-		if err == nil && same(v, now) {
-			continue
-		}
-		if err == nil {
+		// Somebody else may write between our writing and our reading; but not each time.
+		for i := 0; i < tries && err == nil && !same(v, now); i++ {
 			err = b.t.write(p, v.File, v.Value)
-		}
-		if errors.Is(err, unix.ENOSPC) && v == noCPUs() {
-			if v, err = b.t.everyCPU(); err == nil {
-				err = b.t.write(p, v.File, v.Value)
+			if errors.Is(err, unix.ENOSPC) && v == noCPUs() {
+				if v, err = b.t.everyCPU(); err == nil {
+					err = b.t.write(p, v.File, v.Value)
+				}
 			}
-		}
-		if err == nil {
-			now, err = b.t.read(p, v.File)
+			if err == nil {
+				now, err = b.t.read(p, v.File)
+			}
 		}
 		if err != nil {
 			return fmt.Errorf("set %s of cgroup %s to %q: %w", v.File, p, v.Value, err)

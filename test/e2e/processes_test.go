@@ -49,7 +49,7 @@ mode: enforce
 providers:
   deepseek: {cidrs: [@1/32], ports: [8000]}
 features:
-  chat: {class: realtime, match: [{exe: "**/e2e.test", cgroup: /apps}], limits: {connections: 2}}
+  chat: {class: realtime, match: [{exe: "**/*e2e.test", cgroup: /apps}], limits: {connections: 2}}
   sleep: {class: batch, match: [{cmdline: "^sleep 1000$", user: root}]}
 `)
 	apps, other := n.Mkdir("apps"), n.Mkdir("other")
@@ -98,7 +98,7 @@ mode: enforce
 providers:
   deepseek: {cidrs: [@1/32], ports: [8000]}
 features:
-  chat: {class: realtime, match: [{exe: "**/e2e.test", cgroup: /apps}], limits: {connections: 2}}
+  chat: {class: realtime, match: [{exe: "**/*e2e.test", cgroup: /apps}], limits: {connections: 2}}
 `)
 	kerneltest.Poll(t, "the moves are told", func() error {
 		if p := n.status().Agent.Processes; p.Moved != 3 {
@@ -131,7 +131,7 @@ mode: enforce
 providers:
   deepseek: {cidrs: [@1/32], ports: [8000]}
 features:
-  chat: {class: realtime, match: [{exe: "**/e2e.test"}], limits: {connections: 0}}
+  chat: {class: realtime, match: [{exe: "**/*e2e.test"}], limits: {connections: 0}}
 `
 	n.write(inUnit)
 	client := n.place(n.Mkdir("system.slice/chat.service"))
@@ -162,7 +162,7 @@ features:
 		t.Errorf("%+v", p)
 	}
 	// The cure that it names.
-	n.write(strings.Replace(inUnit, `exe: "**/e2e.test"`, "unit: chat.service", 1))
+	n.write(strings.Replace(inUnit, `exe: "**/*e2e.test"`, "unit: chat.service", 1))
 	n.must("reload")
 	wantDial(t, client, syscall.ECONNREFUSED, n.addr(1))
 	if c := n.status().condition("Placement"); c != nil {
