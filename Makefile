@@ -114,16 +114,14 @@ vm: go-version root build ## ring 3: tests on other kernels and on hosts with sy
 	go run ./test/vm -kernel newest -skip '$(VM_SKIP)' $(VM_FLAGS) $(VM_PACKAGES)
 	go run ./test/vm -kernel 6.1,6.12 -jobs 2 -run '$(VM_HEART)' -skip '$(VM_SKIP)' $(VM_FLAGS) ./pkg/conn
 	go run ./test/vm -kernel 6.1,newest -skip '$(VM_SKIP)' $(VM_FLAGS) -file bin/bulkhead:/bin/bulkhead $(VM_ALONE)
-	@# Beside many parsers on the newest kernel only: it takes five minutes for each. All at the
-	@# same time, as virtual time does not feel it.
-	go run ./test/vm $(VIRTUAL_FLAGS) -kernel newest -virtual -file bin/bulkhead:/bin/bulkhead $(VIRTUAL_PACKAGES) & newest=$$!; \
-	go run ./test/vm $(VIRTUAL_FLAGS) -kernel 6.1,6.12 -skip Many -virtual -file bin/bulkhead:/bin/bulkhead $(VIRTUAL_PACKAGES); old=$$?; \
-	wait $$newest && exit $$old
+	@# Beside many parsers it takes five minutes for each kernel: vm-all.
+	go run ./test/vm $(VIRTUAL_FLAGS) -skip Many -virtual -file bin/bulkhead:/bin/bulkhead $(VIRTUAL_PACKAGES)
 	$(MAKE) systems
 
 vm-all: go-version build ## everything of ring 3 on all kernels, an hour: before a release
 	go run ./test/vm -jobs 2 -skip '$(VM_SKIP)' -timeout 40m $(VM_PACKAGES)
 	go run ./test/vm -skip '$(VM_SKIP)' $(VM_FLAGS) -file bin/bulkhead:/bin/bulkhead $(VM_ALONE)
+	go run ./test/vm $(VIRTUAL_FLAGS) -virtual -file bin/bulkhead:/bin/bulkhead $(VIRTUAL_PACKAGES)
 
 systems: go-version root build ## those on hosts with systemd alone, Debian 12 and 13
 	go build -o bin/vm ./test/vm
