@@ -116,7 +116,9 @@ func TestLooseProcesses(t *testing.T) {
 // its watchdog; each time its new cgroup is adopted.
 func TestAdoptedUnitRestarts(t *testing.T) {
 	unit := "/run/systemd/system/adopted.service"
-	text := `[Service]
+	text := `[Unit]
+StartLimitIntervalSec=0
+[Service]
 Type=notify
 NotifyAccess=all
 WatchdogSec=10
