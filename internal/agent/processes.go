@@ -1,10 +1,7 @@
 package agent
 
 import (
-	"fmt"
 	"log/slog"
-	"strconv"
-	"strings"
 	"time"
 
 	"bulkhead/internal/procevents"
@@ -157,7 +154,7 @@ func (p *processes) tick(now time.Time) error {
 }
 
 // tell logs the moves since it was called last: one line for those from one
-// cgroup into one compartment.
+// cgroup into one compartment, with the first pids.
 func (p *processes) tell() {
 	type way struct {
 		compartment uint32
@@ -174,26 +171,9 @@ func (p *processes) tell() {
 	}
 	for _, w := range ways {
 		k := p.plan.Compartments[w.compartment]
-		p.log.Info("moved processes into their compartment", "processes", len(pids[w]), "pids", list(pids[w]), "from", w.from,
+		p.log.Info("moved processes into their compartment", "processes", len(pids[w]), "pids", pids[w][:min(len(pids[w]), 10)], "from", w.from,
 			slog.Group("compartment", "feature", k.Feature, "tenant", k.Tenant))
 	}
-}
-
-// list writes numbers, the first ten.
-func list(pids []int) string {
-	const most = 10
-	var b strings.Builder
-	for i, pid := range pids {
-		if i == most {
-			fmt.Fprintf(&b, " and %d more", len(pids)-most)
-			break
-		}
-		if i > 0 {
-			b.WriteByte(' ')
-		}
-		b.WriteString(strconv.Itoa(pid))
-	}
-	return b.String()
 }
 
 // says is what is published.
