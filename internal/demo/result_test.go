@@ -182,9 +182,12 @@ func TestKnownFigures(t *testing.T) {
 func TestRefusals(t *testing.T) {
 	sc := theScenario()
 	bounded := func(refusal time.Duration) ExperimentResult {
+		// Alone it is no bulkhead that refuses.
+		alone8 := same("bounded", alone, 100, nil)
+		alone8.Sample.Refused = []time.Duration{13 * time.Millisecond}
 		s := same("bounded", with, 100, nil)
 		s.Sample.Refused = []time.Duration{time.Millisecond, refusal}
-		return newResult(sc, []measurement{same("bounded", alone, 100, nil), same("bounded", without, 2400, nil), s}, nil, time.Second).Experiments[0]
+		return newResult(sc, []measurement{alone8, same("bounded", without, 2400, nil), s}, nil, time.Second).Experiments[0]
 	}
 	if e := bounded(4 * time.Millisecond); len(e.Remarks) != 0 || !strings.Contains(e.Verdict, "2 are refused, 95 of 100 of them within 4.0 ms") {
 		t.Errorf("%+v", e)

@@ -116,6 +116,17 @@ var helpers = map[string]func(args []string) error{
 		}()
 		return ready("")
 	},
+	// moveAll ROOT FROM TO moves what it sees, and says how that ended and where it is.
+	"moveAll": func(args []string) error {
+		t, err := Find(args[0])
+		if err != nil {
+			return err
+		}
+		err = t.moveAll(args[1], args[2])
+		own, _ := os.ReadFile("/proc/self/cgroup")
+		fmt.Printf("%v\n%s", err, own)
+		return nil
+	},
 	// bound DIR POINT finds DIR mounted at POINT.
 	"bound": func(args []string) error {
 		if err := unix.Mount(args[0], args[1], "", unix.MS_BIND, ""); err != nil {

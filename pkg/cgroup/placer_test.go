@@ -456,6 +456,89 @@ func TestObservePlacesNobody(t *testing.T) {
 	wantIn(t, tree, p, "/apps")
 }
 
+// refusing is a back end that refuses its first moves.
+type refusing struct {
+	Backend
+	times int
+}
+
+func (b *refusing) Move(leaf string, pid int) error {
+	if b.times--; b.times >= 0 {
+		return unix.EAGAIN
+	}
+	return b.Backend.Move(leaf, pid)
+}
+
+// A move that is refused is told, and tried again.
+func TestRefusedMove(t *testing.T) {
+	tree := testTree(t)
+	mkdir(t, tree, "/apps")
+	placer := placing(t, tree, plan(policy.Enforce, nil, feature("chat", nil, nil, marked(t))))
+	tree.Backend = &refusing{tree.Backend, 2}
+	p := sleeper(t, tree, "/apps")
+	must(t, placer.Pass())
+	wantCondition(t, placer.Conditions(), TypePlacement, ReasonNotLoose, fmt.Sprint(p.Process.Pid), unix.EAGAIN.Error())
+	placer.Verify()
+	wantCondition(t, placer.Conditions(), TypePlacement, ReasonNotLoose, fmt.Sprint(p.Process.Pid))
+	placer.Verify()
+	wantIn(t, tree, p, chat)
+	noConditions(t, placer.Conditions(), nil)
+	if c := placer.Counts(); c.Moved != 1 || c.Skipped["refused"] != 2 {
+		t.Errorf("%+v", c)
+	}
+}
+
+// From a private cgroup namespace nobody is moved, whoever tells of them.
+func TestNamespacedPlacesNobody(t *testing.T) {
+	tree := testTree(t)
+	mkdir(t, tree, "/apps")
+	placer := placing(t, tree, plan(policy.Enforce, nil, feature("chat", nil, nil, marked(t))))
+	tree.Namespaced = true
+	defer func() { tree.Namespaced = false }()
+	p := sleeper(t, tree, "/apps")
+	placer.Look(p.Process.Pid)
+	must(t, placer.Pass())
+	wantCondition(t, placer.Conditions(), TypePlacement, ReasonNamespaced, "private cgroup namespace")
+	tree.Namespaced = false
+	wantIn(t, tree, p, "/apps")
+}
+
+// A threaded cgroup in a compartment, which tells no processes, hides no others that are lost.
+func TestVerifyBesideThreads(t *testing.T) {
+	tree := testTree(t)
+	mkdir(t, tree, "/apps")
+	placer := placing(t, tree, plan(policy.Enforce, nil, feature("chat", nil, nil, marked(t))))
+	p := sleeper(t, tree, "/apps")
+	must(t, placer.Pass())
+	must(t, tree.write(mkdir(t, tree, where(t, tree, p.Process.Pid)+"/threads").Path, "cgroup.type", "threaded"))
+	must(t, tree.write("/apps", "cgroup.procs", strconv.Itoa(p.Process.Pid)))
+	placer.Verify()
+	if c := placer.Counts(); c.Lost != 1 {
+		t.Errorf("%+v", c)
+	}
+}
+
+// Processes that are seen from a pid namespace without a number there cannot be moved, and
+// nobody else is in their place.
+func TestMoveAllOfOthers(t *testing.T) {
+	tree := testTree(t)
+	mkdir(t, tree, "/apps")
+	mkdir(t, tree, "/to")
+	mkdir(t, tree, "/mover")
+	p := sleeper(t, tree, "/apps")
+	cmd := exec.Command("/proc/self/exe", tree.Dir, "/apps", "/to")
+	cmd.Env = append(os.Environ(), "BULKHEAD_TEST_HELPER=moveAll")
+	d, err := os.Open(tree.path("/mover"))
+	must(t, err)
+	defer d.Close()
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWPID, UseCgroupFD: true, CgroupFD: int(d.Fd())}
+	out, err := cmd.CombinedOutput()
+	if err != nil || !strings.Contains(string(out), "another pid namespace") || !strings.Contains(string(out), "/mover\n") {
+		t.Errorf("%v: %s", err, out)
+	}
+	wantIn(t, tree, p, "/apps")
+}
+
 // A user that the node does not know matches nobody, and is told.
 func TestUnknownUser(t *testing.T) {
 	tree := testTree(t)
