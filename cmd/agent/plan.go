@@ -132,8 +132,7 @@ func (a *app) preview(ctx context.Context, next *policy.Plan) (*preview, error) 
 	}
 	p.Move = []move{}
 	for _, m := range moves {
-		k := next.Compartments[m.Compartment]
-		p.Move = append(p.Move, move{m.PID, m.From, k.Feature, k.Tenant})
+		p.Move = append(p.Move, move{m.PID, m.From, m.Compartment.Feature, m.Compartment.Tenant})
 	}
 	p.Conditions = append(p.Conditions, placer.Conditions()...)
 	before, err := conn.Existing(ctx, where, next, agent.Whereabouts(tree, next, all))

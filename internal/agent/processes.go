@@ -37,7 +37,6 @@ type Processes struct {
 type processes struct {
 	tree   *cgroup.Tree
 	log    *slog.Logger
-	plan   *policy.Plan
 	placer *cgroup.Placer
 
 	events   *procevents.Listener
@@ -62,7 +61,7 @@ func (p *processes) wake() (<-chan struct{}, <-chan time.Time) {
 func (p *processes) follow(plan *policy.Plan) error {
 	next := cgroup.NewPlacer(p.tree, plan)
 	next.Follow(p.placer)
-	p.plan, p.placer = plan, next
+	p.placer = next
 	if !next.Needed() {
 		p.close()
 		return nil
@@ -157,7 +156,7 @@ func (p *processes) tick(now time.Time) error {
 // cgroup into one compartment, with the first pids.
 func (p *processes) tell() {
 	type way struct {
-		compartment uint32
+		compartment policy.Compartment
 		from        string
 	}
 	pids := map[way][]int{}
@@ -170,9 +169,8 @@ func (p *processes) tell() {
 		pids[w] = append(pids[w], m.PID)
 	}
 	for _, w := range ways {
-		k := p.plan.Compartments[w.compartment]
 		p.log.Info("moved processes into their compartment", "processes", len(pids[w]), "pids", pids[w][:min(len(pids[w]), 10)], "from", w.from,
-			slog.Group("compartment", "feature", k.Feature, "tenant", k.Tenant))
+			slog.Group("compartment", "feature", w.compartment.Feature, "tenant", w.compartment.Tenant))
 	}
 }
 

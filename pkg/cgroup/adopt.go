@@ -96,17 +96,20 @@ func Protected(plan *policy.Plan, all []Cgroup) []Cgroup {
 			inside[c.Path] = true
 			continue
 		}
-		for _, pattern := range plan.Protect {
-			name := path.Base(c.Path)
-			if strings.HasPrefix(pattern, "/") {
-				name = c.Path
-			}
-			if match(pattern, name) {
-				inside[c.Path] = true
-				out = append(out, c)
-				break
-			}
+		if protects(plan, c.Path) {
+			inside[c.Path] = true
+			out = append(out, c)
 		}
 	}
 	return out
+}
+
+// protects reports whether the protect list names this very cgroup.
+func protects(plan *policy.Plan, p string) bool {
+	return slices.ContainsFunc(plan.Protect, func(pattern string) bool {
+		if strings.HasPrefix(pattern, "/") {
+			return match(pattern, p)
+		}
+		return match(pattern, path.Base(p))
+	})
 }

@@ -87,7 +87,7 @@ func SkipReasons() []string {
 // Moved is one move.
 type Moved struct {
 	PID         int
-	Compartment uint32
+	Compartment policy.Compartment
 	From, To    string // cgroups
 }
 
@@ -421,7 +421,7 @@ func (p *Placer) place(pr process, compartment uint32) {
 	leaf := leafIn(slice, unit, originOf(c))
 	if p.dry {
 		p.followed[pr.pid] = follow{pr.start, compartment, ""}
-		p.moved = append(p.moved, Moved{pr.pid, compartment, c.Path, leaf})
+		p.moved = append(p.moved, Moved{pr.pid, p.plan.Compartments[compartment], c.Path, leaf})
 		return
 	}
 	if err := p.tree.Backend.Move(leaf, pr.pid); err != nil {
@@ -451,7 +451,7 @@ func (p *Placer) place(pr process, compartment uint32) {
 		at = leaf
 	}
 	p.followed[pr.pid] = follow{pr.start, compartment, at}
-	p.moved = append(p.moved, Moved{pr.pid, compartment, c.Path, leaf})
+	p.moved = append(p.moved, Moved{pr.pid, p.plan.Compartments[compartment], c.Path, leaf})
 }
 
 func (p *Placer) refuse(pr process, r refusal) {
@@ -528,14 +528,8 @@ func (p *Placer) container(pr process, kind string) string {
 // protects reports whether a cgroup, or one that it is in, is protected: see Protected.
 func (p *Placer) protects(at string) bool {
 	for ; at != "/" && at != "."; at = path.Dir(at) {
-		for _, pattern := range p.plan.Protect {
-			name := path.Base(at)
-			if strings.HasPrefix(pattern, "/") {
-				name = at
-			}
-			if match(pattern, name) {
-				return true
-			}
+		if protects(p.plan, at) {
+			return true
 		}
 	}
 	return false

@@ -42,7 +42,9 @@ func (n *node) in(pid int, cgroup string) {
 func TestProcessesArePlaced(t *testing.T) {
 	n := newNode(t)
 	n.serve(1)
-	n.write(`
+	const sleep = `  sleep: {class: batch, match: [{cmdline: "^sleep 1000$", user: root}]}
+`
+	const matching = `
 apiVersion: bulkhead/v1
 kind: Policy
 mode: enforce
@@ -50,8 +52,8 @@ providers:
   deepseek: {cidrs: [@1/32], ports: [8000]}
 features:
   chat: {class: realtime, match: [{exe: "**/*e2e.test", cgroup: /apps}], limits: {connections: 2}}
-  sleep: {class: batch, match: [{cmdline: "^sleep 1000$", user: root}]}
-`)
+`
+	n.write(matching + sleep)
 	apps, other := n.Mkdir("apps"), n.Mkdir("other")
 	early, not := n.place(apps), n.place(other)
 	early.MustDial(kerneltest.TCP4, n.addr(1)) // in default, which is nowhere
@@ -91,15 +93,7 @@ features:
 	n.in(cmd.Process.Pid, "/bulkhead.slice/bulkhead-sleep.slice")
 
 	// What a reload no longer names goes back to where it came from, and the rest stays.
-	n.write(`
-apiVersion: bulkhead/v1
-kind: Policy
-mode: enforce
-providers:
-  deepseek: {cidrs: [@1/32], ports: [8000]}
-features:
-  chat: {class: realtime, match: [{exe: "**/*e2e.test", cgroup: /apps}], limits: {connections: 2}}
-`)
+	n.write(matching)
 	kerneltest.Poll(t, "the moves are told", func() error {
 		if p := n.status().Agent.Processes; p.Moved != 3 {
 			return fmt.Errorf("%+v", p)
