@@ -13,7 +13,7 @@ DEPS            := $(DEPS_GENERATE) $(DEPS_VM) $(DEPS_TEST)
 
 # Go packages by ring. What is listed under VM runs on the other kernels too;
 # what measures CPU latency runs there in virtual time, on one CPU.
-UNIT_PACKAGES    := ./pkg/policy ./internal/metrics ./test/generated ./test/house ./test/vm ./test/bench
+UNIT_PACKAGES    := ./pkg/policy ./internal/metrics ./internal/containers ./test/generated ./test/house ./test/vm ./test/bench
 KERNEL_PACKAGES  := ./pkg/conn ./test/model ./pkg/cgroup ./internal/agent ./internal/demo ./internal/sockets ./internal/procevents ./cmd/agent ./test/e2e ./test/upgrade
 VM_PACKAGES      := ./test/vm/guest ./pkg/conn ./test/model ./pkg/cgroup ./internal/sockets
 # These wait for answers: one machine at a time.

@@ -58,6 +58,10 @@ and removed at the end. Logs go to stderr: JSON, or text on a terminal.`,
 		defer stop()
 
 		o.CgroupRoot, o.BPFFS, o.AdminSocket = a.cgroupRoot, a.bpffs, a.adminSocket
+		var err error
+		if o.Runtimes, err = a.sockets(); err != nil {
+			return err
+		}
 		o.Hangup, o.Build, o.Log = hangup, build(), a.logger()
 		return agent.Run(ctx, o)
 	}

@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"bulkhead/internal/agent"
+	"bulkhead/internal/containers"
 	"bulkhead/pkg/cgroup"
 	"bulkhead/pkg/conn"
 	"bulkhead/pkg/policy"
@@ -32,6 +33,7 @@ type app struct {
 	cgroupRoot  string
 	bpffs       string
 	adminSocket string
+	runtimes    []string // --container-runtime
 
 	// begun: the command line was right and the command has started, so that
 	// an error is a failure and not wrong use.
@@ -143,6 +145,7 @@ Exit codes: 0 done, 1 failed, 2 wrong use, where a command does not say otherwis
 	flags := root.PersistentFlags()
 	flags.StringVar(&a.cgroupRoot, "cgroup-root", "", "cgroup v2 `DIR` that confines everything, programs and slices (default: the root of the hierarchy, found by type)")
 	flags.StringVar(&a.bpffs, "bpffs", "/sys/fs/bpf", "bpf file system; pins go to `DIR`/bulkhead")
+	flags.StringArrayVar(&a.runtimes, "container-runtime", nil, "`RUNTIME=SOCKET` of a container runtime to ask, for features that match containers: docker, podman or containerd; may be given several times, and none asks nobody (default: those of root that run, at docker=/run/docker.sock, podman=/run/podman/podman.sock, containerd=/run/containerd/containerd.sock)")
 	flags.StringVar(&a.adminSocket, "admin-socket", "/run/bulkhead/agent.sock", "`PATH` of the agent's admin socket")
 	root.AddCommand(
 		a.agentCommand(), a.checkCommand(), a.planCommand(), a.reloadCommand(), a.execCommand(),
@@ -168,6 +171,15 @@ func (a *app) instance() (*cgroup.Tree, conn.Options, error) {
 		return nil, conn.Options{}, fmt.Errorf("--bpffs: %w (mount one: mount -t bpf bpf %s)", err, a.bpffs)
 	}
 	return tree, conn.Options{CgroupRoot: tree.Dir, BPFFS: a.bpffs}, nil
+}
+
+// sockets are the container runtimes to ask.
+func (a *app) sockets() ([]containers.Socket, error) {
+	s, err := containers.ParseSockets(a.runtimes)
+	if err != nil {
+		return nil, wrongUse("--container-runtime %w", err)
+	}
+	return s, nil
 }
 
 func (a *app) client() *agent.Client { return agent.NewClient(a.adminSocket) }

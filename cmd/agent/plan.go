@@ -47,6 +47,8 @@ type adoption struct {
 	Feature   string `json:"feature"`
 	Tenant    string `json:"tenant"`
 	Processes int    `json:"processes"`
+	// Container is RUNTIME NAME of the container whose cgroup it is, if that is why.
+	Container string `json:"container,omitempty"`
 }
 
 type move struct {
@@ -122,7 +124,13 @@ func (a *app) preview(ctx context.Context, next *policy.Plan) (*preview, error) 
 	if snap.Plan != nil {
 		p.HashInForce = snap.Plan.Hash
 	}
-	if p.Adopt, p.Release, err = adoptions(tree, snap, next, all); err != nil {
+	sockets, err := a.sockets()
+	if err != nil {
+		return nil, err
+	}
+	found, conds := agent.FindContainers(ctx, tree, next, sockets, all)
+	p.Conditions = append(p.Conditions, conds...)
+	if p.Adopt, p.Release, err = adoptions(tree, snap, next, all, found); err != nil {
 		return nil, err
 	}
 	placer := cgroup.NewPlacer(tree, next)
@@ -135,7 +143,7 @@ func (a *app) preview(ctx context.Context, next *policy.Plan) (*preview, error) 
 		p.Move = append(p.Move, move{m.PID, m.From, m.Compartment.Feature, m.Compartment.Tenant})
 	}
 	p.Conditions = append(p.Conditions, placer.Conditions()...)
-	before, err := conn.Existing(ctx, where, next, agent.Whereabouts(tree, next, all))
+	before, err := conn.Existing(ctx, where, next, agent.Whereabouts(tree, next, all, found))
 	if err != nil {
 		return nil, err
 	}
@@ -151,7 +159,7 @@ func (a *app) preview(ctx context.Context, next *policy.Plan) (*preview, error) 
 			}
 		case "memory":
 			c.unset(p.Conditions, cgroup.TypeMemory)
-			if err := c.memory(tree, next, all); err != nil {
+			if err := c.memory(tree, next, all, found); err != nil {
 				return nil, err
 			}
 		case "pids":
@@ -204,7 +212,7 @@ func (c *change) unset(conds []cgroup.Condition, typ string) {
 }
 
 // memory adds which cgroups of the feature use more than the new limits.
-func (c *change) memory(tree *cgroup.Tree, next *policy.Plan, all []cgroup.Cgroup) error {
+func (c *change) memory(tree *cgroup.Tree, next *policy.Plan, all []cgroup.Cgroup, found cgroup.Containers) error {
 	i := slices.IndexFunc(next.Features, func(f policy.Feature) bool { return f.Name == c.Name })
 	if i < 0 || next.Features[i].Memory == nil || next.Mode == policy.Observe {
 		return nil
@@ -216,7 +224,7 @@ func (c *change) memory(tree *cgroup.Tree, next *policy.Plan, all []cgroup.Cgrou
 			paths = append(paths, k.Slice)
 		}
 	}
-	for _, ad := range cgroup.Adopt(next, all) {
+	for _, ad := range cgroup.Adopt(next, all, found) {
 		if next.Compartments[ad.Compartment].Feature == c.Name {
 			paths = append(paths, ad.Path)
 		}
@@ -262,7 +270,7 @@ func (c *change) feature(snap *conn.Snapshot) {
 }
 
 // adoptions compares who is in which compartment with who would be.
-func adoptions(tree *cgroup.Tree, snap *conn.Snapshot, next *policy.Plan, all []cgroup.Cgroup) (adopt, release []adoption, err error) {
+func adoptions(tree *cgroup.Tree, snap *conn.Snapshot, next *policy.Plan, all []cgroup.Cgroup, found cgroup.Containers) (adopt, release []adoption, err error) {
 	type key struct {
 		path            string
 		feature, tenant string
@@ -276,7 +284,11 @@ func adoptions(tree *cgroup.Tree, snap *conn.Snapshot, next *policy.Plan, all []
 			}
 		}
 	}
-	for _, ad := range cgroup.Adopt(next, all) {
+	whose := map[string]string{}
+	for _, ad := range cgroup.Adopt(next, all, found) {
+		if c := found[ad.ID]; c != nil {
+			whose[ad.Path] = c.Runtime + " " + c.Name
+		}
 		k := next.Compartments[ad.Compartment]
 		then[key{ad.Path, k.Feature, k.Tenant}] = true
 	}
@@ -293,7 +305,7 @@ func adoptions(tree *cgroup.Tree, snap *conn.Snapshot, next *policy.Plan, all []
 			if err != nil {
 				return nil, err
 			}
-			out = append(out, adoption{k.path, k.feature, k.tenant, n})
+			out = append(out, adoption{k.path, k.feature, k.tenant, n, whose[k.path]})
 		}
 		slices.SortFunc(out, func(a, b adoption) int {
 			if a.Path != b.Path && a.Path < b.Path {
@@ -340,7 +352,11 @@ func (p *preview) table(w io.Writer) error {
 		}
 	}
 	for _, ad := range p.Adopt {
-		fmt.Fprintf(w, "+ adopt cgroup %s into %s (%s)\n", ad.Path, named(ad.Feature, ad.Tenant), plural(ad.Processes, "process"))
+		who := ""
+		if ad.Container != "" {
+			who = "container of " + ad.Container + ", "
+		}
+		fmt.Fprintf(w, "+ adopt cgroup %s into %s (%s%s)\n", ad.Path, named(ad.Feature, ad.Tenant), who, plural(ad.Processes, "process"))
 	}
 	for _, ad := range p.Release {
 		fmt.Fprintf(w, "- release cgroup %s from %s (%s)\n", ad.Path, named(ad.Feature, ad.Tenant), plural(ad.Processes, "process"))

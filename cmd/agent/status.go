@@ -9,6 +9,7 @@ import (
 	"os"
 	"path"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -16,6 +17,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"bulkhead/internal/agent"
+	"bulkhead/internal/containers"
 	"bulkhead/pkg/cgroup"
 	"bulkhead/pkg/conn"
 	"bulkhead/pkg/policy"
@@ -46,6 +48,8 @@ type agentStatus struct {
 	Since   *time.Time `json:"since,omitempty"`
 	// Processes is about those that match by what they are.
 	Processes *agent.Processes `json:"processes,omitempty"`
+	// Runtimes are the container runtimes that it asks.
+	Runtimes []containers.Runtime `json:"container_runtimes,omitempty"`
 	// ValuesCorrected are values that others changed and the agent put back, since it runs,
 	// those of the parent slice among them.
 	ValuesCorrected *uint64 `json:"values_corrected,omitempty"`
@@ -67,6 +71,8 @@ type member struct {
 	Path    string `json:"path"`
 	ID      uint64 `json:"id"`
 	Adopted bool   `json:"adopted"`
+	// Container is whose cgroup it is if container matches it; known while the agent runs.
+	Container *agent.AdoptedContainer `json:"container,omitempty"`
 	// CompetesIn is the cgroup whose children share CPU by weight with this one.
 	CompetesIn string `json:"competes_in"`
 	// CPU has the kernel's values, but for UsageUsec, which is without the
@@ -218,6 +224,7 @@ func (a *app) status(ctx context.Context) (*status, error) {
 	}
 	s.fill(snap)
 	s.corrected(info)
+	s.contained(info)
 	if running {
 		s.Conditions = append(s.Conditions, info.Conditions...)
 	} else {
@@ -241,7 +248,7 @@ func (a *app) status(ctx context.Context) (*status, error) {
 func (a *app) askAgent(ctx context.Context, s *status, where conn.Options) (agent.Info, bool) {
 	info, err := a.client().Info(ctx)
 	if err == nil {
-		s.Agent = agentStatus{Running: true, Version: info.Version, PID: info.PID, Since: &info.Since, Processes: &info.Processes}
+		s.Agent = agentStatus{Running: true, Version: info.Version, PID: info.PID, Since: &info.Since, Processes: &info.Processes, Runtimes: info.Runtimes}
 		return info, true
 	}
 	message := err.Error()
@@ -250,6 +257,19 @@ func (a *app) askAgent(ctx context.Context, s *status, where conn.Options) (agen
 	}
 	s.Conditions = append(s.Conditions, shortfall(condAgent, "NotRunning", "%s: nothing reloads, adopts or reconciles", message))
 	return info, false
+}
+
+// contained says of each cgroup which container's it is.
+func (s *status) contained(info agent.Info) {
+	for _, k := range info.Containers {
+		for i := range s.Compartments {
+			for j := range s.Compartments[i].Cgroups {
+				if m := &s.Compartments[i].Cgroups[j]; m.ID == k.CgroupID {
+					m.Container = &k
+				}
+			}
+		}
+	}
 }
 
 // corrected fills in what the agent put back.
@@ -495,6 +515,13 @@ func (s *status) table(w io.Writer) error {
 		}
 		rows = append(rows, []string{"processes", fmt.Sprintf("%d moved into their compartments, %d of them again; %s", p.Moved, p.Lost, how)})
 	}
+	for _, r := range s.Agent.Runtimes {
+		how := "tells of " + plural(r.Containers, "container")
+		if !r.Answers {
+			how = "does not answer; " + plural(r.Containers, "container") + " known from before"
+		}
+		rows = append(rows, []string{r.Runtime, how})
+	}
 	if err := table(w, rows...); err != nil {
 		return err
 	}
@@ -561,7 +588,9 @@ func (s *status) compartmentRows() [][]string {
 		}
 		for _, m := range c.Cgroups {
 			at := m.Path
-			if m.Adopted {
+			if m.Container != nil {
+				at = shortID(at) + fmt.Sprintf(" (adopted, %s container %s)", m.Container.Runtime, m.Container.Name)
+			} else if m.Adopted {
 				at += " (adopted)"
 			}
 			rows = append(rows, []string{name, class, processes, at, weightText(m), quotaText(m), cpusText(m.CPU.CPUs),
@@ -571,6 +600,14 @@ func (s *status) compartmentRows() [][]string {
 	}
 	return rows
 }
+
+// shortID has twelve digits of a container's id in a path, as runtimes show it.
+func shortID(p string) string {
+	dir, base := path.Split(p)
+	return dir + longID.ReplaceAllString(base, "$1…")
+}
+
+var longID = regexp.MustCompile(`([0-9a-f]{12})[0-9a-f]{52}`)
 
 // weightText is the weight and what it comes to among which siblings.
 func weightText(m member) string {

@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"bulkhead/internal/containers"
 	"bulkhead/internal/metrics"
 	"bulkhead/pkg/cgroup"
 )
@@ -38,6 +39,10 @@ type Info struct {
 	ReconcileErrors uint64  `json:"reconcile_errors"`
 	// Processes is about those that match by what they are.
 	Processes Processes `json:"processes"`
+	// Runtimes are the container runtimes that are asked, none if no feature matches containers;
+	// Containers are those whose cgroups match.
+	Runtimes   []containers.Runtime `json:"container_runtimes"`
+	Containers []AdoptedContainer   `json:"containers"`
 	// ValuesCorrected are values that others changed and the agent put back, since it runs:
 	// one for each compartment, and one without a feature for the parent slice.
 	ValuesCorrected []metrics.Corrected `json:"values_corrected"`

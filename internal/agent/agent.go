@@ -15,6 +15,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"bulkhead/internal/containers"
 	"bulkhead/internal/metrics"
 	"bulkhead/pkg/cgroup"
 	"bulkhead/pkg/conn"
@@ -26,6 +27,7 @@ type Options struct {
 	Policy      string // a file, or a directory of *.yaml
 	CgroupRoot  string // "": the true root, found by type
 	BPFFS       string // a bpf file system
+	Runtimes    []containers.Socket
 	AdminSocket string
 	// MaxConnections is how many open connections there is room to count, see
 	// conn.Options.MaxSlots.
@@ -71,10 +73,10 @@ type agent struct {
 	generation uint32
 	placement  placement
 
-	setup, values, reconcile, pins, back, placing []cgroup.Condition
-	draining                                      string
-	complaints                                    map[string]string
-	told                                          told
+	setup, values, reconcile, pins, back, placing, containing []cgroup.Condition
+	draining                                                  string
+	complaints                                                map[string]string
+	told                                                      told
 
 	tried    string // content hash that was tried last, "" if that is not known
 	last     Outcome
@@ -89,11 +91,15 @@ type agent struct {
 	full     uint64
 	fullTold time.Time
 	procs    processes
+	runtimes runtimes
 	watcher  *treeWatcher // nil if it cannot be had
 	// unwatched: not all cgroups can be watched. lookedAt is when the tree was looked
 	// at last, litter that it had cgroups of ours to remove.
 	unwatched, litter bool
 	lookedAt          time.Time
+	// setupLook is when cgroups are looked at whose values wait, setupPause what was waited last.
+	setupLook  <-chan time.Time
+	setupPause time.Duration
 	// expireAt is when UDP slots are looked at again.
 	expireAt time.Time
 	// detached: bulkhead detach has asked it to stop.
@@ -143,6 +149,8 @@ func Run(ctx context.Context, o Options) (err error) {
 	}
 	a.procs = processes{tree: a.tree, log: a.log}
 	defer func() { a.procs.close() }()
+	a.runtimes = runtimes{sockets: o.Runtimes, log: a.log, finder: cgroup.NewContainerFinder(a.tree)}
+	defer func() { a.runtimes.close() }()
 	a.keeper = cgroup.NewKeeper(a.tree)
 	where := conn.Options{CgroupRoot: a.tree.Dir, BPFFS: o.BPFFS}
 	web, err := listenWeb(o.Listen, o.WebConfig)
@@ -310,6 +318,12 @@ func (a *agent) loop(ctx context.Context, requests <-chan request, contents <-ch
 			if look == nil {
 				look = time.After(time.Until(a.lookedAt.Add(apart)))
 			}
+		case <-a.setupLook:
+			a.setUp()
+		case <-a.runtimes.wake():
+			if look == nil {
+				look = time.After(time.Until(a.lookedAt.Add(apart)))
+			}
 		case <-look:
 			look = nil
 			begin := time.Now()
@@ -378,7 +392,9 @@ func (a *agent) reconcileOnce(ctx context.Context) {
 func (a *agent) publish() {
 	procs, placing := a.procs.says()
 	a.placing = placing
-	conds := slices.Concat(a.setup, a.values, a.reconcile, a.pins, a.back, a.placing)
+	state, adopted, containing := a.runtimes.state()
+	a.containing = containing
+	conds := slices.Concat(a.setup, a.values, a.reconcile, a.pins, a.back, a.placing, a.containing)
 	if a.draining != "" {
 		conds = append(conds, cgroup.Condition{Type: "Slices", Status: "False", Reason: "Draining",
 			Message: "not in the policy any more, and still with processes: " + a.draining})
@@ -397,7 +413,7 @@ func (a *agent) publish() {
 		Generation: a.generation, PolicyHash: a.plan.Hash, Conditions: unique,
 		LastReload: a.last, ReloadFailures: a.failures,
 		SlotsReclaimed: a.reclaimed, ReconcileErrors: a.reconcileErrors,
-		Processes:       procs,
+		Processes: procs, Runtimes: state, Containers: adopted,
 		ValuesCorrected: a.corrected.list(a.plan),
 	})
 }
@@ -417,7 +433,7 @@ func (a *agent) sources() metrics.Sources {
 				Generation: i.Generation, LastReload: i.LastReload.Time, LastReloadSuccessful: i.LastReload.Error == "",
 				ReloadFailures: i.ReloadFailures, SlotsReclaimed: i.SlotsReclaimed, ReconcileErrors: i.ReconcileErrors,
 				ProcessesMoved: i.Processes.Moved, MembershipLost: i.Processes.Lost, ProcessesSkipped: i.Processes.Skipped,
-				ValuesCorrected: i.ValuesCorrected,
+				ValuesCorrected: i.ValuesCorrected, Runtimes: runtimesUp(i.Runtimes),
 			}
 		},
 	}

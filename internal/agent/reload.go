@@ -46,7 +46,7 @@ func Unbuilt(plan *policy.Plan) []error {
 			out = append(out, p.Place.Errorf("provider %s: names are not built yet (hosts: %s): give its addresses as cidrs", p.Name, strings.Join(p.Hosts, ", ")))
 		}
 	}
-	return append(out, cgroup.Unsupported(plan)...)
+	return out
 }
 
 // placement is which cgroups a plan puts where, at one moment.
@@ -60,8 +60,8 @@ type placement struct {
 	missing bool
 }
 
-func place(plan *policy.Plan, all []cgroup.Cgroup) placement {
-	p := placement{adopted: cgroup.Adopt(plan, all)}
+func place(plan *policy.Plan, all []cgroup.Cgroup, found cgroup.Containers) placement {
+	p := placement{adopted: cgroup.Adopt(plan, all, found)}
 	byPath := make(map[string]cgroup.Cgroup, len(all))
 	for _, c := range all {
 		byPath[c.Path] = c
@@ -93,9 +93,9 @@ func place(plan *policy.Plan, all []cgroup.Cgroup) placement {
 	return p
 }
 
-// Whereabouts says who is where by a plan, of all cgroups that there are.
-func Whereabouts(tree *cgroup.Tree, plan *policy.Plan, all []cgroup.Cgroup) conn.Whereabouts {
-	return whereabouts(tree, place(plan, all).members, all)
+// Whereabouts says who is where by a plan, of all cgroups and the containers that it names.
+func Whereabouts(tree *cgroup.Tree, plan *policy.Plan, all []cgroup.Cgroup, found cgroup.Containers) conn.Whereabouts {
+	return whereabouts(tree, place(plan, all, found).members, all)
 }
 
 func whereabouts(tree *cgroup.Tree, members []conn.Member, all []cgroup.Cgroup) conn.Whereabouts {
@@ -165,16 +165,19 @@ func (a *agent) commit(plan *policy.Plan) (err error) {
 	defer func() {
 		if err != nil {
 			a.rollBackSlices()
+			a.runtimes.follow(a.plan)
+			a.lookedAt = time.Time{}
 		}
 	}()
 	if err != nil {
 		return err
 	}
+	a.runtimes.follow(plan)
 	all, err := a.tree.Walk()
 	if err != nil {
 		return err
 	}
-	p := place(plan, all)
+	p := place(plan, all, a.runtimes.find(plan, all))
 	generation, err := a.kernel.Apply(plan, p.members)
 	if generation == 0 {
 		return err
@@ -207,11 +210,13 @@ func places(plan *policy.Plan, slice string) bool {
 	})
 }
 
-// publishIfPlaced publishes what was done about processes, if anything was.
+// publishIfPlaced publishes what was done about processes and containers, if anything was.
 func (a *agent) publishIfPlaced() {
 	was := a.info.Load()
 	now, conds := a.procs.says()
-	if was == nil || !reflect.DeepEqual(was.Processes, now) || !slices.Equal(conds, a.placing) {
+	state, adopted, containing := a.runtimes.state()
+	if was == nil || !reflect.DeepEqual(was.Processes, now) || !slices.Equal(conds, a.placing) ||
+		!slices.Equal(state, was.Runtimes) || !slices.Equal(adopted, was.Containers) || !slices.Equal(containing, a.containing) {
 		a.publish()
 	}
 }
@@ -254,6 +259,33 @@ func (a *agent) settle(p placement) {
 		a.values = append(a.values, condition(cgroup.TypeCPU, cgroup.ReasonWriteFailed, err))
 	}
 	a.groups.Store(&groups{plan: a.plan, list: p.groups})
+	a.setupPause = 0
+	a.awaitSetup()
+}
+
+const (
+	// setupSoonest and setupLatest are between looks at cgroups that a container runtime sets up.
+	setupSoonest = 20 * time.Millisecond
+	setupLatest  = time.Second
+)
+
+// awaitSetup has cgroups looked at again whose values wait for a container runtime.
+func (a *agent) awaitSetup() {
+	a.setupLook = nil
+	if a.keeper.Waiting() {
+		a.setupPause = min(max(setupSoonest, 2*a.setupPause), setupLatest)
+		a.setupLook = time.After(a.setupPause)
+	}
+}
+
+// setUp sets the values of cgroups that have waited long enough.
+func (a *agent) setUp() {
+	if !a.keeper.Ready() {
+		a.awaitSetup()
+		return
+	}
+	a.settle(a.placement)
+	a.publish()
 }
 
 // prune removes slices that left the plan and leaves whose command has ended.
@@ -367,7 +399,7 @@ func (a *agent) look() []cgroup.Cgroup {
 	if err != nil {
 		return nil
 	}
-	p := place(a.plan, all)
+	p := place(a.plan, all, a.runtimes.find(a.plan, all))
 	if p.missing {
 		// Somebody removed a slice of ours while it was empty.
 		conds, err := a.tree.EnsureSlices(a.plan)
@@ -379,7 +411,7 @@ func (a *agent) look() []cgroup.Cgroup {
 		if all, err = a.tree.Walk(); err != nil {
 			return nil
 		}
-		p = place(a.plan, all)
+		p = place(a.plan, all, a.runtimes.find(a.plan, all))
 	}
 	if !slices.Equal(p.members, a.placement.members) {
 		err := a.kernel.SetMembers(p.members)
@@ -438,6 +470,10 @@ func (a *agent) logAdopted(msg string, list []cgroup.Adopted) {
 			k := a.plan.Compartments[c.Compartment]
 			log = slog.Group("compartment", "feature", k.Feature, "tenant", k.Tenant)
 		}
-		a.log.Info(msg, "cgroup", c.Path, "id", c.ID, log)
+		args := []any{"cgroup", c.Path, "id", c.ID, log}
+		if k := a.runtimes.found[c.ID]; k != nil {
+			args = append(args, slog.Group("container", "runtime", k.Runtime, "name", k.Name, "image", k.Image))
+		}
+		a.log.Info(msg, args...)
 	}
 }

@@ -49,7 +49,6 @@ func TestLoadRefuses(t *testing.T) {
 		{"empty", "", ""},
 		{"half", aPolicy[:len(aPolicy)/2], ""},
 		{"names", strings.Replace(aPolicy, "cidrs: [127.0.0.1/32]", "hosts: [api.example.com]", 1), "provider local: names are not built yet"},
-		{"container", strings.Replace(aPolicy, `cgroup: "/app/*"`, "container: {name: chat}", 1), "match by container is not built yet"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			if _, err := loaded(t, c.text); err == nil || !strings.Contains(err.Error(), c.want) {
@@ -110,7 +109,7 @@ func TestPlace(t *testing.T) {
 	quietFree, _ := plan.FindCompartment("quiet", "free")
 	chat, _ := plan.FindCompartment("chat", "")
 	free, _ := plan.FindCompartment("chat", "free")
-	got := place(plan, all)
+	got := place(plan, all, nil)
 	want := []conn.Member{
 		{CgroupID: 12, Level: 4, Protected: true},
 		{CgroupID: 13, Level: 4, Compartment: chat},
@@ -136,7 +135,7 @@ func TestPlace(t *testing.T) {
 	if got.missing {
 		t.Error("no slice is missing")
 	}
-	if !place(plan, slices.Delete(slices.Clone(all), 6, 7)).missing {
+	if !place(plan, slices.Delete(slices.Clone(all), 6, 7), nil).missing {
 		t.Error("the tenant's slice is missing")
 	}
 }

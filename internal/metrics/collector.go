@@ -37,7 +37,15 @@ type Agent struct {
 	ProcessesMoved   uint64
 	MembershipLost   uint64
 	ProcessesSkipped map[string]uint64
-	ValuesCorrected  []Corrected
+	// Runtimes are the container runtimes that are asked.
+	Runtimes        []Runtime
+	ValuesCorrected []Corrected
+}
+
+// Runtime is a container runtime, by its socket.
+type Runtime struct {
+	Runtime, Socket string
+	Up              bool
 }
 
 // Corrected counts, for one compartment, the values that others changed and the agent put
@@ -92,7 +100,7 @@ type descs struct {
 	waiting, stalled, oomKills, memory            *prometheus.Desc
 	generation, reloadOK, reloadTime, reloadFails *prometheus.Desc
 	reclaimed, reconcileErrors, corrected         *prometheus.Desc
-	processesMoved, membershipLost                *prometheus.Desc
+	processesMoved, membershipLost, runtimeUp     *prometheus.Desc
 	processesSkipped                              *prometheus.Desc
 	slots, slotsMax, slotsFull                    *prometheus.Desc
 	underflow, refusedEarlier, uncounted          *prometheus.Desc
@@ -137,6 +145,7 @@ func newDescs() descs {
 		reconcileErrors: desc("reconcile_errors_total", "Network namespaces or tables that reconciling could not read; nothing is freed there."),
 
 		processesMoved:   desc("processes_moved_total", "Processes that were moved into the compartment that they match by exe, cmdline or user."),
+		runtimeUp:        desc("container_runtime_up", "1 if a container runtime that the agent asks answers, else 0; none while no feature matches containers.", "runtime", "socket"),
 		membershipLost:   desc("membership_lost_total", "Processes that had been moved into their compartment and were found outside of it later."),
 		processesSkipped: desc("processes_skipped_total", "Looks at a process that matches and may not be moved: it is in a unit, scope or directory that somebody manages (managed), in a container, protected, started by bulkhead exec (explicit), it ended meanwhile (gone), cannot be read (unreadable), or the kernel or systemd refused.", "reason"),
 		corrected:        desc("cgroup_values_corrected_total", "Values of the compartment's cgroups that somebody else changed and the agent put back. Those of the slice around all compartments are in the one without feature_group.", group...),
@@ -160,7 +169,7 @@ func (c *Collector) Describe(ch chan<- *prometheus.Desc) {
 		d.current, d.max, d.accepted, d.rejected, d.wouldReject, d.bytes, d.connections, d.open, d.idle,
 		d.cpuUsage, d.cpuPeriods, d.cpuThrottledPeriods, d.cpuThrottled, d.waiting, d.stalled, d.oomKills, d.memory,
 		d.generation, d.reloadOK, d.reloadTime, d.reloadFails, d.reclaimed, d.reconcileErrors, d.corrected,
-		d.processesMoved, d.membershipLost, d.processesSkipped,
+		d.processesMoved, d.membershipLost, d.processesSkipped, d.runtimeUp,
 		d.slots, d.slotsMax, d.slotsFull, d.underflow, d.refusedEarlier, d.uncounted, d.scrapeOK, d.buildInfo,
 	} {
 		ch <- desc
@@ -208,6 +217,13 @@ func (c *Collector) collectAgent(put emit) {
 	put(c.d.reconcileErrors, prometheus.CounterValue, float64(a.ReconcileErrors))
 	put(c.d.processesMoved, prometheus.CounterValue, float64(a.ProcessesMoved))
 	put(c.d.membershipLost, prometheus.CounterValue, float64(a.MembershipLost))
+	for _, r := range a.Runtimes {
+		up := 0.0
+		if r.Up {
+			up = 1
+		}
+		put(c.d.runtimeUp, prometheus.GaugeValue, up, r.Runtime, r.Socket)
+	}
 	for reason, n := range a.ProcessesSkipped {
 		put(c.d.processesSkipped, prometheus.CounterValue, float64(n), reason)
 	}

@@ -16,13 +16,13 @@ type Adopted struct {
 }
 
 // Adopt returns the cgroups of a walk that the plan's match items name, sorted
-// as the walk is. Only items whose keys are all about cgroups (unit, cgroup)
+// as the walk is. Only items whose keys are all about cgroups (unit, cgroup, container)
 // take part: the others are for a Placer. The first item that matches wins, in
-// the order of the file. A cgroup is left out if its nearest adopted ancestor belongs to the
+// the order of the file; containers are those that a ContainerFinder has found. A cgroup is left out if its nearest adopted ancestor belongs to the
 // same compartment, which covers it. The tree's root, our own slices, and what
 // is Protected, at and below, are never adopted: a wide glob must neither lock
 // anybody out of sshd nor give it the values of a batch job.
-func Adopt(plan *policy.Plan, all []Cgroup) []Adopted {
+func Adopt(plan *policy.Plan, all []Cgroup, containers Containers) []Adopted {
 	items := slices.DeleteFunc(itemsOf(plan), item.OfProcess)
 
 	var out []Adopted
@@ -51,7 +51,7 @@ func Adopt(plan *policy.Plan, all []Cgroup) []Adopted {
 			}
 		}
 		for _, it := range items {
-			if !it.matchesCgroup(c.Path) {
+			if !it.matchesCgroup(c.Path) || !it.matchesContainerOf(containers[c.ID]) {
 				continue
 			}
 			if !covered || around != it.compartment {

@@ -1,7 +1,6 @@
 package cgroup
 
 import (
-	"errors"
 	"fmt"
 	"reflect"
 	"strings"
@@ -38,7 +37,7 @@ func TestAdopt(t *testing.T) {
 			policy.Match{Cgroup: "/**/sub", User: "root"},
 			policy.Match{Unit: "chat.service"}))
 	var got []string
-	for _, a := range Adopt(p, all) {
+	for _, a := range Adopt(p, all, nil) {
 		c := p.Compartments[a.Compartment]
 		got = append(got, fmt.Sprintf("%s=%s/%s", a.Path, c.Feature, c.Tenant))
 		if a.Path != all[a.ID-99].Path || a.Level != strings.Count(a.Path, "/") {
@@ -59,7 +58,7 @@ func TestAdopt(t *testing.T) {
 	// Protection wins over every glob, at the cgroup and below.
 	wide := plan(policy.Enforce, nil, feature("batch", nil, nil, policy.Match{Cgroup: "/system.slice/*/**"}))
 	wide.Protect = []string{"chat.service"}
-	if a := Adopt(wide, all); len(a) != 1 || a[0].Path != all[12].Path {
+	if a := Adopt(wide, all, nil); len(a) != 1 || a[0].Path != all[12].Path {
 		t.Errorf("with chat.service protected: %+v", a)
 	}
 
@@ -67,14 +66,14 @@ func TestAdopt(t *testing.T) {
 	units := plan(policy.Enforce, nil, feature("chat", nil, nil, policy.Match{Unit: "chat.service"}),
 		feature("batch", nil, nil, policy.Match{Unit: "*", Cgroup: "/kube*"}), feature("rest", nil, nil, policy.Match{Unit: "*[cd]*"}))
 	got = nil
-	for _, a := range Adopt(units, all) {
+	for _, a := range Adopt(units, all, nil) {
 		got = append(got, a.Path+"="+units.Compartments[a.Compartment].Feature)
 	}
 	if want := []string{"/kubepods.slice=batch", "/system.slice=rest", "/system.slice/chat.service=chat"}; !reflect.DeepEqual(got, want) {
 		t.Errorf("by unit: %q, want %q", got, want)
 	}
 
-	before, after := Adopt(p, all[:11]), Adopt(p, all[6:])
+	before, after := Adopt(p, all[:11], nil), Adopt(p, all[6:], nil)
 	appeared, gone := Diff(before, after)
 	if len(appeared) != 2 || appeared[1].Path != all[12].Path || len(gone) != 2 || gone[0].Path != "/kubepods.slice" {
 		t.Errorf("appeared %+v\ngone %+v", appeared, gone)
@@ -84,23 +83,8 @@ func TestAdopt(t *testing.T) {
 	if appeared, gone := Diff(after, again); len(appeared) != 1 || len(gone) != 1 {
 		t.Errorf("appeared %+v, gone %+v", appeared, gone)
 	}
-	if c := Adopt(plan(policy.Enforce, nil, feature("chat", nil, nil, policy.Match{Cgroup: "/**"})), walkOf()); len(c) != 0 {
+	if c := Adopt(plan(policy.Enforce, nil, feature("chat", nil, nil, policy.Match{Cgroup: "/**"})), walkOf(), nil); len(c) != 0 {
 		t.Errorf("the root was adopted: %+v", c)
-	}
-}
-
-func TestUnsupported(t *testing.T) {
-	p := plan(policy.Enforce, nil, feature("chat", nil, nil,
-		policy.Match{Cgroup: "/x", Place: policy.Place{File: "p.yaml", Line: 1, Col: 1}},
-		policy.Match{Unit: "a.service", Place: policy.Place{File: "p.yaml", Line: 12, Col: 9}},
-		policy.Match{Cgroup: "/x", Exe: "/bin/x", Cmdline: "y", User: "z", Container: map[string]string{"name": "c"}, Place: policy.Place{File: "p.yaml", Line: 13, Col: 9}}))
-	errs := Unsupported(p)
-	if len(errs) != 1 {
-		t.Fatalf("%v", errs)
-	}
-	var placed *policy.Error
-	if !strings.HasPrefix(errs[0].Error(), "p.yaml:13:9: feature chat: match by container is not built yet") || !errors.As(errs[0], &placed) || placed.Line != 13 {
-		t.Errorf("%#v", errs[0])
 	}
 }
 

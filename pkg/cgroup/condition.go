@@ -98,6 +98,10 @@ const (
 	ReasonUnknownUser = "UnknownUser"
 	// ReasonStays: a process that was moved cannot go back to where it came from.
 	ReasonStays = "Stays"
+	// ReasonNoCgroup: a container has none of its own.
+	ReasonNoCgroup = "NoCgroupOfItsOwn"
+	// ReasonRuntimeAway: a container runtime does not answer, or there is none.
+	ReasonRuntimeAway = "RuntimeAway"
 	// ReasonWriteFailed: the kernel or another writer refused a value.
 	ReasonWriteFailed = "WriteFailed"
 )

@@ -11,7 +11,7 @@
 //	tree, err := cgroup.Find("")               // or a directory: --cgroup-root
 //	conds, err := tree.EnsureSlices(plan)      // before the plan is in force
 //	all, err := tree.Walk()
-//	adopted := cgroup.Adopt(plan, all)         // ids and levels for the kernel
+//	adopted := cgroup.Adopt(plan, all, found)  // ids and levels for the kernel
 //	...the plan comes into force...
 //	keeper := cgroup.NewKeeper(tree)
 //	put, err := keeper.SetValues(plan, adopted) // after it

@@ -44,6 +44,8 @@ type Keeper struct {
 	kept      map[string]*kept // by path
 	// restore are conditions of what could not be put back.
 	restore []Condition
+	// waiting are cgroups whose values wait for a runtime, with their ids.
+	waiting map[string]uint64
 }
 
 // kept is one cgroup whose values are ours.
@@ -92,7 +94,8 @@ func (k *Keeper) onNode(plan *policy.Plan) error {
 }
 
 // SetValues is Tree.SetValues. A plan that is another one than the last time's is brought about in every
-// cgroup; with the same one, cgroups that are known already are left to Check. It returns what somebody had
+// cgroup; with the same one, cgroups that are known already are left to Check. Those of others that a container
+// runtime is still setting up wait, see Waiting. It returns what somebody had
 // changed and is put back by this.
 func (k *Keeper) SetValues(plan *policy.Plan, adopted []Adopted) ([]Correction, error) {
 	t, again := k.tree, k.plan != plan
@@ -106,9 +109,17 @@ func (k *Keeper) SetValues(plan *policy.Plan, adopted []Adopted) ([]Correction, 
 	asked, names := askedOf(k.here, adopted), namesOf(plan, adopted)
 	before := k.kept
 	k.plan, k.kept = plan, make(map[string]*kept, len(before))
+	waited := k.waiting
+	k.waiting = map[string]uint64{}
 	var put []Correction
 	wanted := map[string][]Value{}
 	for _, c := range all {
+		if old := before[c.Path]; !isSlice(c.Path) && hasValues(asked[c.Path]) && (old == nil || old.ID != c.ID) {
+			if t.settingUp(c, !again || waited[c.Path] == c.ID) {
+				k.waiting[c.Path] = c.ID
+				continue
+			}
+		}
 		g := &kept{Cgroup: c, feature: asked[c.Path], name: names[c.Path]}
 		if old := before[c.Path]; old != nil && old.ID == c.ID {
 			if !again && old.feature == g.feature {

@@ -16,7 +16,7 @@ func keeping(t *testing.T, k *Keeper, p *policy.Plan) []Correction {
 	noConditions(t, conds, err)
 	all, err := k.tree.Walk()
 	must(t, err)
-	put, err := k.SetValues(p, Adopt(p, all))
+	put, err := k.SetValues(p, Adopt(p, all, nil))
 	must(t, err)
 	return put
 }

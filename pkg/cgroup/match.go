@@ -36,7 +36,7 @@ func itemsOf(plan *policy.Plan) []item {
 	for _, f := range plan.Features {
 		for _, m := range f.Match {
 			id, ok := ids[name{f.Name, m.Tenant}]
-			if !ok || len(unbuiltKeys(m)) > 0 {
+			if !ok {
 				continue
 			}
 			it := item{Match: m, feature: f.Name, compartment: id}
@@ -121,26 +121,4 @@ func innermostUnit(p string) string {
 		}
 	}
 	return ""
-}
-
-// Unsupported returns one *policy.Error for every match item with a key that
-// cannot be matched yet, at its place and naming the keys.
-func Unsupported(plan *policy.Plan) []error {
-	var out []error
-	for _, f := range plan.Features {
-		for _, m := range f.Match {
-			if keys := unbuiltKeys(m); len(keys) > 0 {
-				out = append(out, m.Place.Errorf("feature %s: match by %s is not built yet: match by unit or cgroup, or start the workload with bulkhead exec --feature %s",
-					f.Name, strings.Join(keys, ", "), f.Name))
-			}
-		}
-	}
-	return out
-}
-
-func unbuiltKeys(m policy.Match) []string {
-	if len(m.Container) > 0 {
-		return []string{"container"}
-	}
-	return nil
 }

@@ -95,7 +95,8 @@ type Moved struct {
 func NewPlacer(t *Tree, plan *policy.Plan) *Placer {
 	p := &Placer{tree: t, plan: plan, followed: map[int]follow{}, gone: map[int]bool{}, refused: map[refusal]map[int]uint64{},
 		self: os.Getpid(), namespaces: map[string][]string{}, counts: Placed{Skipped: map[string]uint64{}}}
-	p.items = itemsOf(plan)
+	// A process in a container is not moved, so items about containers name none here.
+	p.items = slices.DeleteFunc(itemsOf(plan), func(it item) bool { return len(it.Container) > 0 })
 	if plan.Mode == policy.Observe || !slices.ContainsFunc(p.items, item.OfProcess) {
 		p.items = nil
 	}

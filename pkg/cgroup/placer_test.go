@@ -240,7 +240,7 @@ func TestDelegatedUnit(t *testing.T) {
 	wantIn(t, tree, stranger, unit.Path)
 	all, err := tree.Walk()
 	must(t, err)
-	if a := Adopt(pl, all); len(a) != 1 || a[0].Path != sub || pl.Compartments[a[0].Compartment].Tenant != "free" {
+	if a := Adopt(pl, all, nil); len(a) != 1 || a[0].Path != sub || pl.Compartments[a[0].Compartment].Tenant != "free" {
 		t.Errorf("adopted: %+v", a)
 	}
 	// It is where it should be, for another agent too, and is seen when it is not.
@@ -260,7 +260,7 @@ func TestDelegatedUnit(t *testing.T) {
 	must(t, os.Chown(tree.path(forged.Path), 65534, 65534))
 	all, err = tree.Walk()
 	must(t, err)
-	if a := Adopt(pl, all); len(a) != 1 || a[0].Path != sub {
+	if a := Adopt(pl, all, nil); len(a) != 1 || a[0].Path != sub {
 		t.Errorf("adopted: %+v", a)
 	}
 

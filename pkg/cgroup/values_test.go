@@ -81,7 +81,7 @@ func apply(t *testing.T, tree *Tree, p *policy.Plan) []Condition {
 	noConditions(t, conds, err)
 	all, err := tree.Walk()
 	must(t, err)
-	conds, err = tree.SetValues(p, Adopt(p, all))
+	conds, err = tree.SetValues(p, Adopt(p, all, nil))
 	must(t, err)
 	return conds
 }

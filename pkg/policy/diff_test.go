@@ -41,7 +41,7 @@ providers:
   v: {cidrs: [13.0.0.0/8]}
 tenants: {t: {limits: {connections: 9, errno: EUSERS}}}
 features:
-  g: {class: timely, cpu: {max: 50%, burst: 5ms, cpus: "0,2", exclusive: true, uclamp_min: 2%, uclamp_max: 70%}, match: [{cgroup: /x, tenant: t, container: {name: y, label: "a=b"}, user: root, exe: /bin/x, cmdline: z}]}
+  g: {class: timely, cpu: {max: 50%, burst: 5ms, cpus: "0,2", exclusive: true, uclamp_min: 2%, uclamp_max: 70%}, match: [{cgroup: /x, tenant: t, user: root, exe: /bin/x, cmdline: z}, {container: {name: y, label: "a=b"}}]}
   f: {class: realtime, owner: y, cpu: none, memory: {max: 2Gi}, pids: {max: 8}, limits: {connections: 3}, tenants: {t: {limits: {connections: 0}}}}
   default: {owner: z}
 `)
@@ -68,7 +68,7 @@ features:
 		"remove class away: batch",
 		"change class f: batch -> realtime",
 		"remove match f: {unit: f.service}",
-		"add match g: {cgroup: /x, exe: /bin/x, cmdline: z, user: root, container.label: a=b, container.name: y, tenant: t}",
+		"add match g: {cgroup: /x, exe: /bin/x, cmdline: z, user: root, tenant: t} {container.label: a=b, container.name: y}",
 		"remove cpu away: weight 1",
 		"remove cpu f: weight 1",
 		"change cpu g: weight 1000 -> weight 1000, max 50% of 100ms, burst 5ms, cpus 0,2 exclusive, uclamp_min 2%, uclamp_max 70%",

@@ -694,6 +694,9 @@ func (r *reader) match(n *yaml.Node, path string) (matchItem, bool) {
 	if ok && keys == 0 && len(*r.errs) == before {
 		r.fail(n, path, "needs at least one of unit, cgroup, exe, cmdline, user, container: it would match everything")
 	}
+	if item.Container != nil && item.OfProcess() && len(*r.errs) == before {
+		r.fail(n, path, "container goes with unit, cgroup and tenant, not with exe, cmdline or user: a container is adopted as a whole, and no process is moved out of one")
+	}
 	return item, ok && len(*r.errs) == before
 }
 

@@ -448,7 +448,8 @@ func TestErrors(t *testing.T) {
 			"    - {cgroup: /}\n" +
 			"    - {cgroup: /a/}\n" +
 			"    - {unit: a/b.service}\n" +
-			"    - chat.service\n", []string{
+			"    - chat.service\n" +
+			"    - {container: {name: x}, user: root}\n", []string{
 			`p.yaml:10:14: features.a.match[0].unit: "chat" has no unit type; write "chat.service"`,
 			`p.yaml:10:28: features.a.match[0].cgroup: "x" does not start with /; write the path below the cgroup root, as in /proc/PID/cgroup`,
 			`p.yaml:10:36: features.a.match[0].exe: "python" is compared with the full path and would match nothing; write "**/python"`,
@@ -470,6 +471,7 @@ func TestErrors(t *testing.T) {
 			`p.yaml:20:16: features.a.match[10].cgroup: "/a/" is not clean; write "/a"`,
 			`p.yaml:21:14: features.a.match[11].unit: "a/b.service" is not a unit: a unit has neither / nor spaces`,
 			"p.yaml:22:7: features.a.match[12]: needs a mapping such as {unit: chat.service}; this is a text",
+			"p.yaml:23:7: features.a.match[13]: container goes with unit, cgroup and tenant, not with exe, cmdline or user: a container is adopted as a whole, and no process is moved out of one",
 		}},
 		{"protect", head + "protect: [ssh, /a/../b, a/b, /, \"/x*\", /sys/fs/cgroup/x, \"[.service\", 5, ~]\n" + none, []string{
 			`p.yaml:4:11: protect[0]: "ssh" has no unit type; write "ssh.service"`,
@@ -615,6 +617,7 @@ features:
       - {exe: "/usr/bin/python3*", cmdline: '(?i)worker --queue=\w+'}
       - {exe: "**/node"}
       - {container: {name: "chat-*", image: "ghcr.io/**", label: "app=chat", compose_service: chat}}
+      - {container: {name: "*"}, unit: "docker-*.scope", cgroup: "/system.slice/**"}
 `,
 	} {
 		if got := parseErrors(t, text); got != nil {

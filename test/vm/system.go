@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 )
 
@@ -24,9 +25,10 @@ func systemOf(name string) (suite, kernel string, err error) {
 	return "", "", fmt.Errorf("%w: no system %q: there are 12 and 13", errUsage, name)
 }
 
-// systemPackages are installed beside the essential ones. There is no udev: the guest has
+// systemPackages are installed beside the essential ones: systemd, and the container runtimes
+// that bulkhead asks (docker.io brings containerd). There is no udev: the guest has
 // no devices that come and go, and it boots in half the time.
-var systemPackages = []string{"systemd", "systemd-sysv", "dbus", "libpam-systemd"}
+var systemPackages = []string{"systemd", "systemd-sysv", "dbus", "libpam-systemd", "docker.io", "podman", "busybox-static"}
 
 // masked are units that take their time and that nothing here needs: nobody logs in, the
 // kernel has no modules on the disk, and what waits for a device that udev would tell of
@@ -39,8 +41,21 @@ var masked = []string{
 	"proc-sys-fs-binfmt_misc.automount",
 }
 
+// notStarted are units that a test starts when it needs them.
+var notStarted = []string{"containerd.service", "docker.service", "docker.socket", "podman.service", "podman.socket", "podman-auto-update.timer", "podman-restart.service"}
+
+// systemFiles are what is configured: runtimes without networks, which need rules and modules that
+// the guest has not, and without a file system of their own.
+var systemFiles = map[string]string{
+	"etc/hostname":                "guest\n",
+	"etc/fstab":                   "",
+	"etc/machine-id":              "0123456789abcdef0123456789abcdef\n", // else each boot is a first one
+	"etc/docker/daemon.json":      `{"bridge": "none", "iptables": false, "ip6tables": false, "storage-driver": "vfs", "live-restore": true}` + "\n",
+	"etc/containers/storage.conf": "[storage]\ndriver = \"vfs\"\nrunroot = \"/run/containers/storage\"\ngraphroot = \"/var/lib/containers/storage\"\n",
+}
+
 // diskMiB is the size of the disk; what is not used is a hole in its file.
-const diskMiB = 1024
+const diskMiB = 2048
 
 // getSystem returns the disk of an installed Debian with systemd as init, of which a guest
 // gets a copy, making it first if it is not in the cache or refresh is set. It is made by mmdebstrap, as root, from the machine's own Debian sources with
@@ -52,7 +67,7 @@ func getSystem(ctx context.Context, cache, name string, refresh bool, log io.Wri
 	}
 	dir := filepath.Join(cache, "systems")
 	// The number is another when what is in it is.
-	disk = filepath.Join(dir, suite+"-2.ext4")
+	disk = filepath.Join(dir, suite+"-3.ext4")
 	if _, err := os.Stat(disk); err == nil && !refresh {
 		return disk, nil
 	} else if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -93,7 +108,11 @@ func makeSystem(ctx context.Context, dir, suite, disk string, log io.Writer) err
 		}
 		return nil
 	}
-	err = run("mmdebstrap", "--mode=root", "--variant=minbase", "--include="+strings.Join(systemPackages, ","),
+	packages := systemPackages
+	if suite != "bookworm" { // where it is in docker.io
+		packages = append(slices.Clone(packages), "docker-cli")
+	}
+	err = run("mmdebstrap", "--mode=root", "--variant=minbase", "--include="+strings.Join(packages, ","),
 		"--dpkgopt=path-exclude=/usr/share/doc/*", "--dpkgopt=path-exclude=/usr/share/locale/*", "--dpkgopt=path-exclude=/usr/share/man/*",
 		suite, root, list)
 	if errors.Is(err, exec.ErrNotFound) {
@@ -107,12 +126,20 @@ func makeSystem(ctx context.Context, dir, suite, disk string, log io.Writer) err
 			return err
 		}
 	}
-	for name, text := range map[string]string{
-		"etc/hostname":   "guest\n",
-		"etc/fstab":      "",
-		"etc/machine-id": "0123456789abcdef0123456789abcdef\n", // else each boot is a first one
-	} {
-		if err := os.WriteFile(filepath.Join(root, name), []byte(text), 0o644); err != nil {
+	for _, unit := range notStarted {
+		links, _ := filepath.Glob(filepath.Join(root, "etc/systemd/system/*.wants", unit))
+		for _, link := range links {
+			if err := os.Remove(link); err != nil {
+				return err
+			}
+		}
+	}
+	for name, text := range systemFiles {
+		err := os.MkdirAll(filepath.Dir(filepath.Join(root, name)), 0o755)
+		if err == nil {
+			err = os.WriteFile(filepath.Join(root, name), []byte(text), 0o644)
+		}
+		if err != nil {
 			return err
 		}
 	}

@@ -1,0 +1,138 @@
+package agent
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"time"
+
+	"bulkhead/internal/containers"
+	"bulkhead/internal/metrics"
+	"bulkhead/pkg/cgroup"
+	"bulkhead/pkg/policy"
+)
+
+// settleLimit bounds how long a start or a reload waits for runtimes to say which containers there
+// are. Those that answer later are adopted then.
+const settleLimit = 3 * time.Second
+
+// AdoptedContainer says whose cgroup an adopted one is.
+type AdoptedContainer struct {
+	CgroupID uint64 `json:"cgroup_id"`
+	Runtime  string `json:"runtime"`
+	Name     string `json:"name"`
+	Image    string `json:"image"`
+}
+
+// runtimes knows the containers that the plan in force names.
+type runtimes struct {
+	sockets []containers.Socket
+	log     *slog.Logger
+	finder  *cgroup.ContainerFinder
+
+	watcher *containers.Watcher // nil if no feature matches containers
+	found   cgroup.Containers
+	conds   []cgroup.Condition
+}
+
+// follow asks the runtimes if the plan matches containers, and waits for their first answers.
+func (r *runtimes) follow(plan *policy.Plan) {
+	if plan == nil || !cgroup.AsksContainers(plan) {
+		r.close()
+		return
+	}
+	if r.watcher == nil {
+		r.watcher = containers.Watch(r.sockets, r.log)
+	}
+	limited, cancel := context.WithTimeout(context.Background(), settleLimit)
+	defer cancel()
+	r.watcher.Settled(limited)
+}
+
+func (r *runtimes) close() {
+	if r.watcher != nil {
+		r.watcher.Close()
+	}
+	r.watcher, r.found, r.conds = nil, nil, nil
+}
+
+// wake is ready when a runtime has told something new.
+func (r *runtimes) wake() <-chan struct{} {
+	if r.watcher == nil {
+		return nil
+	}
+	return r.watcher.Wake()
+}
+
+// find finds the cgroups of the containers that a plan names.
+func (r *runtimes) find(plan *policy.Plan, all []cgroup.Cgroup) cgroup.Containers {
+	r.found, r.conds = nil, nil
+	if r.watcher != nil {
+		r.found, r.conds = r.finder.Find(plan, r.watcher.Containers(), all)
+	}
+	return r.found
+}
+
+// state is what is published.
+func (r *runtimes) state() (state []containers.Runtime, adopted []AdoptedContainer, conds []cgroup.Condition) {
+	state, adopted = []containers.Runtime{}, []AdoptedContainer{}
+	if r.watcher == nil {
+		return state, adopted, nil
+	}
+	state = r.watcher.Runtimes()
+	for id, c := range r.found {
+		adopted = append(adopted, AdoptedContainer{CgroupID: id, Runtime: c.Runtime, Name: c.Name, Image: c.Image})
+	}
+	slices.SortFunc(adopted, func(a, b AdoptedContainer) int { return strings.Compare(a.Runtime+"/"+a.Name, b.Runtime+"/"+b.Name) })
+	return state, adopted, append(runtimesAway(state, r.sockets), r.conds...)
+}
+
+// runtimesUp is for metrics.
+func runtimesUp(state []containers.Runtime) []metrics.Runtime {
+	var out []metrics.Runtime
+	for _, s := range state {
+		out = append(out, metrics.Runtime{Runtime: s.Runtime, Socket: s.Socket, Up: s.Answers})
+	}
+	return out
+}
+
+// runtimesAway are the conditions of runtimes that do not answer.
+func runtimesAway(state []containers.Runtime, asked []containers.Socket) (conds []cgroup.Condition) {
+	for _, s := range state {
+		if !s.Answers && (s.Error != "" || s.Containers > 0) {
+			why := s.Error
+			if why == "" {
+				why = "it does not run"
+			}
+			conds = append(conds, cgroup.Condition{Type: cgroup.TypePlacement, Status: "False", Reason: cgroup.ReasonRuntimeAway,
+				Message: fmt.Sprintf("%s at %s does not answer, so containers that it starts are in no compartment that container matches: %s", s.Runtime, s.Socket, why)})
+		}
+	}
+	if len(state) == 0 {
+		var at []string
+		for _, s := range asked {
+			at = append(at, s.Path)
+		}
+		where := "none was to be asked (--container-runtime none)"
+		if len(at) > 0 {
+			where = "looked for at " + strings.Join(at, ", ") + "; --container-runtime names another"
+		}
+		conds = append(conds, cgroup.Condition{Type: cgroup.TypePlacement, Status: "False", Reason: cgroup.ReasonRuntimeAway,
+			Message: "the policy matches containers and no container runtime runs here: " + where})
+	}
+	return conds
+}
+
+// FindContainers asks the runtimes once and finds the cgroups of the containers that a plan names.
+func FindContainers(ctx context.Context, tree *cgroup.Tree, plan *policy.Plan, sockets []containers.Socket, all []cgroup.Cgroup) (cgroup.Containers, []cgroup.Condition) {
+	if !cgroup.AsksContainers(plan) {
+		return nil, nil
+	}
+	limited, cancel := context.WithTimeout(ctx, settleLimit)
+	defer cancel()
+	list, state := containers.List(limited, sockets)
+	found, conds := cgroup.NewContainerFinder(tree).Find(plan, list, all)
+	return found, append(runtimesAway(state, sockets), conds...)
+}

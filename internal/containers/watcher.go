@@ -1,0 +1,415 @@
+package containers
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"log/slog"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"bulkhead/pkg/cgroup"
+)
+
+const (
+	// askTimeout bounds a request. Podman answers about a container that is about to start only
+	// when it has.
+	askTimeout = 10 * time.Second
+	// listEvery is how often all containers are asked for although each change is told, and
+	// listSoon when that is done first: containerd does not say when it begins to tell.
+	listEvery = time.Minute
+	listSoon  = time.Second
+	// appearEvery is how often a socket is looked for that is not there.
+	appearEvery = time.Second
+	// atOnce is how many requests a runtime has to answer at the same time.
+	atOnce = 8
+	// againAfter and againAtMost are the waits before a runtime that does not answer is asked again.
+	againAfter  = 200 * time.Millisecond
+	againAtMost = 5 * time.Second
+)
+
+// Runtime is the state of one socket.
+type Runtime struct {
+	Runtime string `json:"runtime"`
+	Socket  string `json:"socket"`
+	// Answers is whether the last request was answered. What a runtime that does not has told
+	// before holds on.
+	Answers bool `json:"answers"`
+	// Error is why not; "" also where there is no socket.
+	Error      string `json:"error"`
+	Containers int    `json:"containers"`
+}
+
+// runtime is how to ask one.
+type runtime interface {
+	// list gives all containers that there are, running or not, and which of those that run
+	// have to be asked about for their process.
+	list(ctx context.Context) (all []cgroup.Container, ask map[string]bool, err error)
+	// get gives one; ok is false if there is none of that id.
+	get(ctx context.Context, id string) (c cgroup.Container, ok bool, err error)
+	// follow tells of changes until it fails or ctx is done. since is when those begin that have
+	// to be told, where the runtime can do that. It calls subscribed once it will tell of all that
+	// comes, which may be late.
+	follow(ctx context.Context, since time.Time, subscribed func(), tell func(change)) error
+	close()
+}
+
+// change is an event. What is not nil is known at once; the rest is asked for.
+type change struct {
+	id string
+	// made is what the event says of a container, nil if nothing.
+	made *cgroup.Container
+	// pid is that of its first process, where the event says so; 0 if it has ended.
+	pid     *int
+	removed bool
+}
+
+// Watcher knows the containers of a node. Its methods may be called from any goroutine.
+type Watcher struct {
+	log  *slog.Logger
+	wake chan struct{}
+	stop func()
+	done sync.WaitGroup
+
+	mu      sync.Mutex
+	sources []*source
+}
+
+// source is what is known from one socket. Watcher.mu guards it.
+type source struct {
+	Socket
+	containers map[string]cgroup.Container // by id
+	answers    bool
+	err        error
+	settled    chan struct{} // closed once it has answered or failed, or is not there
+	once       sync.Once
+}
+
+// Watch begins to ask. What it learns is announced on Wake.
+func Watch(sockets []Socket, log *slog.Logger) *Watcher {
+	ctx, stop := context.WithCancel(context.Background())
+	w := &Watcher{log: log, wake: make(chan struct{}, 1), stop: stop}
+	for _, at := range sockets {
+		s := &source{Socket: at, containers: map[string]cgroup.Container{}, settled: make(chan struct{})}
+		w.sources = append(w.sources, s)
+		w.done.Go(func() { w.run(ctx, s) })
+	}
+	return w
+}
+
+// Close ends all asking.
+func (w *Watcher) Close() {
+	w.stop()
+	w.done.Wait()
+}
+
+// Wake is ready when there is something new.
+func (w *Watcher) Wake() <-chan struct{} { return w.wake }
+
+// Settled waits until every runtime has said which containers there are, or is known not to
+// answer, or ctx is done.
+func (w *Watcher) Settled(ctx context.Context) {
+	for _, s := range w.sources {
+		select {
+		case <-s.settled:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// Containers are all that are known, in an order that stays.
+func (w *Watcher) Containers() []cgroup.Container {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	var out []cgroup.Container
+	for _, s := range w.sources {
+		out = append(out, slices.SortedFunc(maps.Values(s.containers), func(a, b cgroup.Container) int { return cmp.Compare(a.ID, b.ID) })...)
+	}
+	return out
+}
+
+// Runtimes says of each socket that is there, or was, how it is.
+func (w *Watcher) Runtimes() []Runtime {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	out := []Runtime{}
+	for _, s := range w.sources {
+		if !s.answers && s.err == nil && len(s.containers) == 0 && !s.Named {
+			continue
+		}
+		r := Runtime{Runtime: s.Runtime, Socket: s.Path, Answers: s.answers, Containers: len(s.containers)}
+		if s.err != nil {
+			r.Error = s.err.Error()
+		}
+		out = append(out, r)
+	}
+	return out
+}
+
+func (w *Watcher) announce() {
+	select {
+	case w.wake <- struct{}{}:
+	default:
+	}
+}
+
+// errAbsent: there is no socket, or nobody behind it.
+var errAbsent = errors.New("not running")
+
+// run asks one socket for as long as it takes.
+func (w *Watcher) run(ctx context.Context, s *source) {
+	again := againAfter
+	for ctx.Err() == nil {
+		err := errAbsent
+		if s.there() {
+			var answered bool
+			if answered, err = w.ask(ctx, s); answered {
+				again = againAfter
+			}
+		}
+		if ctx.Err() != nil {
+			return
+		}
+		w.failed(s, err)
+		wait := again
+		if errors.Is(err, errAbsent) {
+			wait = appearEvery
+		} else {
+			again = min(2*again, againAtMost)
+		}
+		select {
+		case <-time.After(wait):
+		case <-ctx.Done():
+		}
+	}
+}
+
+// failed notes that a runtime does not answer, and tells if it did before.
+func (w *Watcher) failed(s *source, err error) {
+	if errors.Is(err, errAbsent) && !s.Named {
+		err = nil
+	}
+	w.mu.Lock()
+	text := func(e error) string {
+		if e == nil {
+			return ""
+		}
+		return e.Error()
+	}
+	news := s.answers || text(s.err) != text(err)
+	was := s.answers
+	s.answers, s.err = false, err
+	w.mu.Unlock()
+	s.once.Do(func() { close(s.settled) })
+	if !news {
+		return
+	}
+	if was || err != nil {
+		if err == nil {
+			err = errAbsent
+		}
+		w.log.Warn("a container runtime does not answer; what it has told holds on", "runtime", s.Runtime, "socket", s.Path, "error", err.Error())
+	}
+	w.announce()
+}
+
+// ask follows one runtime until it fails. answered is whether it said which containers there are.
+func (w *Watcher) ask(ctx context.Context, s *source) (answered bool, err error) {
+	r, err := open(s.Socket)
+	if err != nil {
+		return false, err
+	}
+	defer r.close()
+	ctx, end := context.WithCancel(ctx)
+	a := &asker{w: w, s: s, r: r, todo: map[string]bool{}, free: make(chan struct{}, atOnce)}
+	defer func() {
+		end()
+		a.busy.Wait()
+	}()
+
+	failed, subscribed := make(chan error, 1), make(chan struct{})
+	begin := time.Now()
+	a.busy.Go(func() {
+		failed <- r.follow(ctx, begin, sync.OnceFunc(func() { close(subscribed) }), func(c change) { a.changed(ctx, c) })
+	})
+	// Podman says that it tells of events when there is one: the list does not wait for that.
+	select {
+	case <-subscribed:
+		subscribed = nil
+	case <-time.After(100 * time.Millisecond):
+	case err := <-failed:
+		return false, err
+	}
+	every := time.NewTicker(listSoon)
+	defer every.Stop()
+	for {
+		if err := a.list(ctx); err != nil {
+			return answered, err
+		}
+		answered = true
+		select {
+		case err := <-failed:
+			return true, err
+		case <-subscribed:
+			subscribed = nil
+		case <-every.C:
+			every.Reset(listEvery)
+		}
+	}
+}
+
+// asker asks one runtime about containers, several at a time and none twice at once.
+type asker struct {
+	w    *Watcher
+	s    *source
+	r    runtime
+	busy sync.WaitGroup
+	free chan struct{}
+
+	mu   sync.Mutex
+	todo map[string]bool // asked about now; true: to be asked about again after that
+}
+
+// list asks for all containers, and about those whose process is not known.
+func (a *asker) list(ctx context.Context) error {
+	limited, cancel := context.WithTimeout(ctx, askTimeout)
+	defer cancel()
+	list, ask, err := a.r.list(limited)
+	if err != nil {
+		return err
+	}
+	all := make(map[string]cgroup.Container, len(list))
+	a.w.mu.Lock()
+	for _, c := range list {
+		if known, ok := a.s.containers[c.ID]; ok && ask[c.ID] {
+			// A list may have the id of an image in place of its name.
+			c.PID, c.Image = known.PID, known.Image
+		}
+		all[c.ID] = c
+	}
+	first := !a.s.answers
+	news := first || !maps.EqualFunc(all, a.s.containers, equal)
+	a.s.containers, a.s.answers, a.s.err = all, true, nil
+	a.w.mu.Unlock()
+	var asked sync.WaitGroup
+	for id := range ask {
+		if all[id].PID == 0 {
+			a.free <- struct{}{}
+			asked.Go(func() {
+				a.one(limited, id)
+				<-a.free
+			})
+		}
+	}
+	asked.Wait()
+	if first {
+		a.w.log.Info("a container runtime tells of its containers", "runtime", a.s.Runtime, "socket", a.s.Path, "containers", len(list))
+	}
+	a.s.once.Do(func() { close(a.s.settled) })
+	if news {
+		a.w.announce()
+	}
+	return nil
+}
+
+func equal(a, b cgroup.Container) bool {
+	return a.Name == b.Name && a.Image == b.Image && a.PID == b.PID && a.Cgroup == b.Cgroup && maps.Equal(a.Labels, b.Labels)
+}
+
+// changed brings what an event says into force at once, and asks for the rest.
+func (a *asker) changed(ctx context.Context, e change) {
+	a.w.mu.Lock()
+	c, known := a.s.containers[e.id]
+	switch {
+	case e.removed:
+		delete(a.s.containers, e.id)
+	case e.made != nil:
+		if known { // it may have another name now
+			c.Name = e.made.Name
+		} else {
+			c = *e.made
+		}
+		a.s.containers[e.id] = c
+	case e.pid != nil && known:
+		c.PID = *e.pid
+		a.s.containers[e.id] = c
+	}
+	a.w.mu.Unlock()
+	a.w.announce()
+	if !e.removed {
+		a.about(ctx, e.id)
+	}
+}
+
+// about asks about one container, aside.
+func (a *asker) about(ctx context.Context, id string) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if _, asked := a.todo[id]; asked {
+		a.todo[id] = true
+		return
+	}
+	a.todo[id] = false
+	a.busy.Go(func() {
+		for {
+			select {
+			case a.free <- struct{}{}:
+			case <-ctx.Done():
+				return
+			}
+			a.one(ctx, id)
+			<-a.free
+			a.mu.Lock()
+			again := a.todo[id]
+			if again {
+				a.todo[id] = false
+			} else {
+				delete(a.todo, id)
+			}
+			a.mu.Unlock()
+			if !again {
+				return
+			}
+		}
+	})
+}
+
+func (a *asker) one(ctx context.Context, id string) {
+	limited, cancel := context.WithTimeout(ctx, askTimeout)
+	defer cancel()
+	c, ok, err := a.r.get(limited, id)
+	if err != nil {
+		return // the next list sees to it
+	}
+	a.w.mu.Lock()
+	before, known := a.s.containers[id]
+	switch {
+	case ok:
+		a.s.containers[id] = c
+	case known:
+		delete(a.s.containers, id)
+	}
+	a.w.mu.Unlock()
+	if ok != known || ok && !equal(before, c) {
+		a.w.announce()
+	}
+}
+
+// open connects to a runtime, without asking it anything.
+func open(s Socket) (runtime, error) {
+	if s.Runtime == Containerd {
+		return openContainerd(s)
+	}
+	return openEngine(s)
+}
+
+// List asks once: the containers, and how each runtime that is there answered.
+func List(ctx context.Context, sockets []Socket) ([]cgroup.Container, []Runtime) {
+	w := Watch(sockets, slog.New(slog.DiscardHandler))
+	defer w.Close()
+	w.Settled(ctx)
+	return w.Containers(), w.Runtimes()
+}

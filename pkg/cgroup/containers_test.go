@@ -1,0 +1,159 @@
+package cgroup
+
+import (
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+
+	"bulkhead/pkg/policy"
+)
+
+func contained(globs ...string) policy.Match {
+	m := policy.Match{Container: map[string]string{}}
+	for i := 0; i < len(globs); i += 2 {
+		m.Container[globs[i]] = globs[i+1]
+	}
+	return m
+}
+
+func TestMatchContainer(t *testing.T) {
+	c := &Container{Name: "shop-chat-1", Image: "nginx:1.27", Labels: map[string]string{"com.docker.compose.service": "chat", "source": "https://example.com/shop", "tier": ""}}
+	pinned := &Container{Name: "p", Image: "ghcr.example/team/app@sha256:" + strings.Repeat("a", 64), Labels: map[string]string{"io.podman.compose.service": "chat"}}
+	byID := &Container{Name: "i", Image: "sha256:" + strings.Repeat("b", 64)}
+	for _, tc := range []struct {
+		c     *Container
+		globs []string
+		want  bool
+	}{
+		{c, []string{"name", "shop-*"}, true},
+		{c, []string{"name", "shop"}, false},
+		{c, []string{"image", "nginx:1.27"}, true},
+		{c, []string{"image", "nginx"}, true}, // no tag is any
+		{c, []string{"image", "docker.io/library/nginx"}, true},
+		{c, []string{"image", "docker.io/library/nginx:1.*"}, true},
+		{c, []string{"image", "docker.io/**"}, true},
+		{c, []string{"image", "docker.io/*"}, false}, // * is one part of a path
+		{c, []string{"image", "nginx:1.26"}, false},
+		{c, []string{"image", "*:latest"}, false},
+		{&Container{Image: "nginx"}, []string{"image", "nginx:latest"}, true},
+		{pinned, []string{"image", "ghcr.example/team/*"}, true},
+		{pinned, []string{"image", "ghcr.example/team/app@sha256:a*"}, true},
+		{pinned, []string{"image", "ghcr.example/team/app:latest"}, false},
+		{byID, []string{"image", "sha256:b*"}, true},
+		{byID, []string{"image", "**"}, true},
+		{c, []string{"label", "tier=*"}, true},
+		{c, []string{"label", "tier="}, true},
+		{c, []string{"label", "source=*"}, true}, // slashes are nothing special in a value
+		{c, []string{"label", "source=https://example.com/*"}, true},
+		{c, []string{"label", "sourc=*"}, false},
+		{c, []string{"compose_service", "chat"}, true},
+		{pinned, []string{"compose_service", "ch*"}, true},
+		{byID, []string{"compose_service", "*"}, false},
+		{c, []string{"name", "shop-*", "compose_service", "chat", "label", "tier=*", "image", "nginx"}, true},
+		{c, []string{"name", "shop-*", "compose_service", "batch"}, false},
+	} {
+		p := plan(policy.Enforce, nil, feature("chat", nil, nil, contained(tc.globs...)))
+		if got := itemsOf(p)[0].matchesContainer(tc.c); got != tc.want {
+			t.Errorf("%q matches %+v: %v", tc.globs, tc.c, got)
+		}
+	}
+}
+
+func TestContainerDirs(t *testing.T) {
+	id := strings.Repeat("0123456789abcdef", 4)
+	for name, want := range map[string]string{
+		id: id, "docker-" + id + ".scope": id, "libpod-" + id + ".scope": id, "libpod-payload-" + id: id, "cri-containerd-" + id + ".scope": id, "crio-" + id: id,
+		"libpod-conmon-" + id + ".scope": "", "crio-conmon-" + id + ".scope": "", // its monitor
+		id + "-2f.service": "", id + ".service": "", "x" + id: "", id[1:]: "", id + "0": "", "docker-" + id + ".scope.d": "", "": "",
+	} {
+		if got := containerOf(name); got != want {
+			t.Errorf("%q: %q", name, got)
+		}
+	}
+	for spec, want := range map[string]string{
+		"/default/web": "/default/web", "system.slice:docker:" + id: "/system.slice/docker-" + id + ".scope", ":pre:web": "/system.slice/pre-web.scope",
+		"a-b.slice::web": "/a.slice/a-b.slice/web.scope", "user.slice:x:y.slice": "/user.slice/x-y.slice", "": "", "/": "", "relative": "", "a:b": "", "/x/..": "",
+	} {
+		if got, ok := (&Tree{}).specified(spec); got != want && ok || ok != (want != "") {
+			t.Errorf("%q: %q %v", spec, got, ok)
+		}
+	}
+	// What a runtime says is from the true root, a path here from the root of the tree.
+	for spec, want := range map[string]string{"/mine/web": "/web", "/minework/web": "", "/other": "", "/mine": ""} {
+		if got, ok := (&Tree{abs: "/mine"}).specified(spec); ok != (want != "") || ok && got != want {
+			t.Errorf("%q below /mine: %q %v", spec, got, ok)
+		}
+	}
+}
+
+// The process says which cgroup is a container's; before there is one, the cgroup's name and its
+// owner do.
+func TestContainerFinder(t *testing.T) {
+	tree := testTree(t)
+	id := func(c string) string { return strings.Repeat(c, 64) }
+	for _, dir := range []string{"/system.slice/docker-" + id("a") + ".scope/init.scope", "/system.slice/docker-" + id("b") + ".scope",
+		"/user.slice/docker-" + id("c") + ".scope", "/machine.slice/libpod-conmon-" + id("d") + ".scope", "/system.slice/ssh.scope", "/default/web", "/default/other"} {
+		mkdir(t, tree, dir)
+	}
+	inside := start(t, tree, "/system.slice/docker-"+id("a")+".scope/init.scope", "hold")
+	bare := start(t, tree, "/system.slice/ssh.scope", "hold")
+	other := start(t, tree, "/default/other", "hold")
+	must(t, os.Chown(tree.path("/user.slice/docker-"+id("c")+".scope"), 1000, 1000))
+
+	list := []Container{
+		{Runtime: "docker", ID: id("a"), Name: "runs", PID: inside.Process.Pid},
+		{Runtime: "docker", ID: id("b"), Name: "starts"},
+		{Runtime: "docker", ID: id("c"), Name: "forged"},    // a user has made a directory of this name
+		{Runtime: "podman", ID: id("d"), Name: "monitored"}, // only its monitor has one
+		{Runtime: "podman", ID: id("e"), Name: "bare", PID: bare.Process.Pid},
+		{Runtime: "containerd", ID: "default/web", Name: "web", Cgroup: tree.abs + "/default/web"},
+		{Runtime: "containerd", ID: "default/moved", Name: "moved", PID: other.Process.Pid, Cgroup: tree.abs + "/default/web"},
+		{Runtime: "docker", ID: id("f"), Name: "none"},
+	}
+	p := plan(policy.Enforce, []string{"free"}, feature("chat", nil, nil, contained("name", "runs")), feature("batch", nil, nil, contained("name", "*")))
+	f := NewContainerFinder(tree)
+	look := func() (names []string, conds []Condition) {
+		t.Helper()
+		all, err := tree.Walk()
+		must(t, err)
+		found, conds := f.Find(p, list, all)
+		for _, a := range Adopt(p, all, found) {
+			names = append(names, fmt.Sprintf("%s=%s by %s", a.Path, p.Compartments[a.Compartment].Feature, found[a.ID].Name))
+		}
+		return names, conds
+	}
+	want := []string{
+		"/default/web=batch by web",
+		"/system.slice/docker-" + id("a") + ".scope=chat by runs",
+		"/system.slice/docker-" + id("b") + ".scope=batch by starts",
+	}
+	for range 2 { // the second time from what it remembers
+		got, conds := look()
+		if !slices.Equal(got, want) {
+			t.Errorf("got  %q\nwant %q", got, want)
+		}
+		if len(conds) != 2 || conds[0].Reason != ReasonNoCgroup || !strings.Contains(conds[0].Message, "container bare of podman is in /system.slice/ssh.scope") ||
+			!strings.Contains(conds[1].Message, "container moved of containerd is in /default/other") {
+			t.Errorf("%+v", conds)
+		}
+	}
+
+	// Once its process is known, another cgroup of its name is not taken for it.
+	second := start(t, tree, "/system.slice/ssh.scope", "hold")
+	list[1].PID = second.Process.Pid
+	if got, _ := look(); !slices.Equal(got, want[:2]) {
+		t.Errorf("got %q", got)
+	}
+	// Without a process it is one that will start again.
+	must(t, second.Process.Kill())
+	_, _ = second.Process.Wait()
+	if got, _ := look(); !slices.Equal(got, want) {
+		t.Errorf("got %q", got)
+	}
+	// A plan that names no containers has nobody asked.
+	if found, conds := f.Find(plan(policy.Enforce, nil, feature("chat", nil, nil, policy.Match{Unit: "a.service"})), list, nil); found != nil || conds != nil {
+		t.Errorf("%v %v", found, conds)
+	}
+}
