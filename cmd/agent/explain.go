@@ -25,7 +25,7 @@ func (a *app) explainCommand() *cobra.Command {
 	var from, to string
 	proto := &format{value: "tcp", choices: []string{"tcp", "udp"}}
 	cmd := &cobra.Command{
-		Use:   "explain [--from PID|UNIT|CGROUP] [--to HOST:PORT]",
+		Use:   "explain [--from PID|UNIT|CGROUP|CONTAINER] [--to HOST:PORT]",
 		Short: "say which limits apply to whom, and why",
 		Long: `Says which compartment a process, unit or cgroup is in and which cgroup decides
 it, which provider an address is, which bulkheads a connection between them must
@@ -39,7 +39,7 @@ A host name is resolved here and now; the workload may get other addresses.`,
   bulkhead explain --from /system.slice/chat.service`,
 		Args: noArgs,
 	}
-	cmd.Flags().StringVar(&from, "from", "", "`WHO`: a process id, a unit's name, or a cgroup's path")
+	cmd.Flags().StringVar(&from, "from", "", "`WHO`: a process id, a unit's name, a cgroup's path, or the name of a container that the policy matches")
 	cmd.Flags().StringVar(&to, "to", "", "`HOST:PORT` of a destination")
 	cmd.Flags().Var(proto, "proto", "protocol of the destination")
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
@@ -59,7 +59,7 @@ A host name is resolved here and now; the workload may get other addresses.`,
 		if err != nil {
 			return err
 		}
-		e := &explainer{app: a, tree: tree, snap: snap}
+		e := &explainer{ctx: cmd.Context(), app: a, tree: tree, snap: snap}
 		comp, counted, err := e.from(from)
 		if err != nil {
 			return err
@@ -94,6 +94,7 @@ func destination(to string) (host string, port uint16, err error) {
 }
 
 type explainer struct {
+	ctx  context.Context
 	app  *app
 	tree *cgroup.Tree
 	snap *conn.Snapshot
@@ -195,8 +196,13 @@ func (e *explainer) find(who string, all []cgroup.Cgroup) (cgroup.Cgroup, error)
 			found = append(found, c)
 		}
 	}
+	what := "unit"
 	if len(found) == 0 {
-		return cgroup.Cgroup{}, fmt.Errorf("no cgroup of the name %s, or %s.service: is the unit running?", who, who)
+		what = "container"
+		found = e.containers(who, all)
+	}
+	if len(found) == 0 {
+		return cgroup.Cgroup{}, fmt.Errorf("no cgroup of the name %s, or %s.service, and no container of that name that the policy matches: is it running?", who, who)
 	}
 	if len(found) > 1 {
 		var paths []string
@@ -205,8 +211,22 @@ func (e *explainer) find(who string, all []cgroup.Cgroup) (cgroup.Cgroup, error)
 		}
 		return cgroup.Cgroup{}, fmt.Errorf("%s is the name of several cgroups, give one by its path: %s", who, strings.Join(paths, ", "))
 	}
-	e.say("unit %s is cgroup %s", who, found[0].Path)
+	e.say("%s %s is cgroup %s", what, who, found[0].Path)
 	return found[0], nil
+}
+
+// containers are the cgroups of the containers of a name that the agent has adopted.
+func (e *explainer) containers(name string, all []cgroup.Cgroup) (found []cgroup.Cgroup) {
+	info, err := e.app.client().Info(e.ctx)
+	if err != nil {
+		return nil
+	}
+	for _, k := range info.Containers {
+		if i := slices.IndexFunc(all, func(c cgroup.Cgroup) bool { return c.ID == k.CgroupID }); i >= 0 && k.Name == name {
+			found = append(found, all[i])
+		}
+	}
+	return found
 }
 
 // to explains the routes of a compartment: to one destination, or to all

@@ -114,6 +114,9 @@ func TestContainers(t *testing.T) {
 	sh(t, "ctr run -d --snapshotter native --cgroup /mine/own "+box+" parse-2 sleep 1000")
 	weighs(t, sh(t, "ctr task ls | awk '/^parse-2/ {print $2}'"), "idle")
 	sh(t, podman+"-d --name parse-3 "+box+" sleep 1000")
+	if got := sh(t, "bulkhead explain --from parse-3"); !strings.Contains(got, "compartment parse") {
+		t.Error(got)
+	}
 	weighs(t, pidOf("podman", "parse-3"), "idle")
 
 	// Made again it is another cgroup, and by another name in another compartment.

@@ -1,0 +1,127 @@
+package cgroup
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+
+	"bulkhead/pkg/policy"
+)
+
+// runs starts a program of any name in a cgroup. busybox is what it is called.
+func runs(t *testing.T, tree *Tree, in, name string) *exec.Cmd {
+	t.Helper()
+	const busybox = "/bin/busybox" // of busybox-static; the guests have it too
+	text, err := os.ReadFile(busybox)
+	must(t, err)
+	file := filepath.Join(t.TempDir(), name)
+	must(t, os.WriteFile(file, text, 0o755))
+	d, err := os.Open(tree.path(in))
+	must(t, err)
+	defer d.Close()
+	cmd := &exec.Cmd{Path: file, Args: []string{"sleep", "1000"}, SysProcAttr: &syscall.SysProcAttr{UseCgroupFD: true, CgroupFD: int(d.Fd())}}
+	must(t, cmd.Start())
+	t.Cleanup(func() { ends(cmd) })
+	return cmd
+}
+
+func ends(cmd *exec.Cmd) {
+	_ = cmd.Process.Kill()
+	_ = cmd.Wait()
+}
+
+func TestSettingUp(t *testing.T) {
+	tree := testTree(t)
+	id := strings.Repeat("ab", 32)
+	for _, tc := range []struct {
+		dir, program   string
+		appeared, want bool
+	}{
+		{"/apps", "", true, true},
+		{"/apps", "", false, false}, // it has been like that for long
+		{"/docker/" + id, "", false, true},
+		{"/x/a.scope", "", true, true},
+		{"/x/a.service", "", true, false}, // systemd is done with it
+		{"/x/a.slice", "", true, false},
+		{"/x/runs", "sleep", true, false},
+		{"/x/runc", "runc", true, true},
+		{"/x/before", "runc", false, true},
+		{"/x/crun", "crun", true, true},
+		{"/x/other", "runcible", true, false},
+		{"/x/a1.service", "runc", true, false},
+	} {
+		c := mkdir(t, tree, tc.dir)
+		if tc.program != "" {
+			runs(t, tree, tc.dir, tc.program)
+		}
+		if got := tree.settingUp(c, tc.appeared); got != tc.want {
+			t.Errorf("%s with %q, appeared %v: %v", tc.dir, tc.program, tc.appeared, got)
+		}
+	}
+	// Its processes are further down.
+	c := mkdir(t, tree, "/y")
+	mkdir(t, tree, "/y/below")
+	runs(t, tree, "/y/below", "sleep")
+	if tree.settingUp(c, true) {
+		t.Error("one whose processes are below it waits")
+	}
+	// What runc says of itself, and nobody else may.
+	named := start(t, tree, "/x/a.scope", "hold")
+	if ofRuntime(named.Process.Pid) || ofRuntime(1<<30) {
+		t.Error("a process of nobody's is taken for a runtime's")
+	}
+}
+
+// A runtime's own values are written before ours, and are what comes back: cpu.weight cannot be
+// written any more once there is cpu.idle, and the runtime would give up.
+func TestValuesWaitForRuntime(t *testing.T) {
+	tree := cpuTree(t)
+	must(t, tree.write("/", "cgroup.subtree_control", "+cpu"))
+	p := plan(policy.Enforce, nil, feature("batch", &policy.CPU{Idle: true}, nil, policy.Match{Cgroup: "/web*"}))
+	k := NewKeeper(tree)
+	keeping(t, k, p)
+	mkdir(t, tree, "/web")
+	keeping(t, k, p)
+	wantFiles(t, tree, "/web", map[string]string{"cpu.idle": "0"})
+	if !k.Waiting() || k.Ready() {
+		t.Errorf("empty: waiting %v, ready %v", k.Waiting(), k.Ready())
+	}
+	runtime := runs(t, tree, "/web", "runc")
+	keeping(t, k, p)
+	must(t, tree.write("/web", "cpu.weight", "39"))
+	if !k.Waiting() || k.Ready() {
+		t.Errorf("a runtime's: waiting %v, ready %v", k.Waiting(), k.Ready())
+	}
+	start(t, tree, "/web", "hold")
+	ends(runtime)
+	if !k.Ready() {
+		t.Error("not ready with a process of its own")
+	}
+	wantPut(t, "the start", keeping(t, k, p))
+	wantFiles(t, tree, "/web", map[string]string{"cpu.idle": "1"})
+	if k.Waiting() {
+		t.Error("it still waits")
+	}
+	_, conds, err := tree.Remove()
+	noConditions(t, conds, err)
+	wantFiles(t, tree, "/web", map[string]string{"cpu.idle": "0", "cpu.weight": "39"})
+
+	// One that was there before the plan does not wait, and one that goes is not waited for.
+	mkdir(t, tree, "/web-old")
+	k = NewKeeper(tree)
+	keeping(t, k, p)
+	wantFiles(t, tree, "/web-old", map[string]string{"cpu.idle": "1"})
+	gone := mkdir(t, tree, "/web-gone")
+	keeping(t, k, p)
+	must(t, syscall.Rmdir(tree.path(gone.Path)))
+	if !k.Waiting() || !k.Ready() {
+		t.Error("one that is gone is waited for")
+	}
+	keeping(t, k, p)
+	if k.Waiting() {
+		t.Error("and still is")
+	}
+}
