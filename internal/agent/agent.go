@@ -73,6 +73,9 @@ type agent struct {
 	generation uint32
 	placement  placement
 
+	// planBefore is the one by which processes were moved that are to go back now.
+	planBefore *policy.Plan
+
 	setup, values, reconcile, pins, back, placing, containing []cgroup.Condition
 	draining                                                  string
 	complaints                                                map[string]string
@@ -402,15 +405,9 @@ func (a *agent) publish() {
 	if a.last.Error != "" {
 		conds = append(conds, cgroup.Condition{Type: "Reload", Status: "False", Reason: "Refused", Message: a.last.Error})
 	}
-	var unique []cgroup.Condition
-	for _, c := range conds {
-		if !slices.Contains(unique, c) {
-			unique = append(unique, c)
-		}
-	}
 	a.info.Store(&Info{
 		Version: a.o.Build.Version, PID: os.Getpid(), Since: a.since, Policy: a.o.Policy,
-		Generation: a.generation, PolicyHash: a.plan.Hash, Conditions: unique,
+		Generation: a.generation, PolicyHash: a.plan.Hash, Conditions: cgroup.Distinct(conds),
 		LastReload: a.last, ReloadFailures: a.failures,
 		SlotsReclaimed: a.reclaimed, ReconcileErrors: a.reconcileErrors,
 		Processes: procs, Runtimes: state, Containers: adopted,

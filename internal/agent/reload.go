@@ -188,26 +188,16 @@ func (a *agent) commit(plan *policy.Plan) (err error) {
 	if err != nil {
 		conds = append(conds, condition("Kernel", "CleanUpFailed", err))
 	}
+	a.planBefore = a.plan
 	a.plan, a.generation = plan, generation
 	a.expireAt = time.Time{}
 	a.setup = conds
 	a.settle(p)
-	a.back = a.tree.SendBack(func(slice string) bool { return places(plan, slice) })
+	a.back = a.tree.SendBack(a.plan, a.planBefore)
 	a.complain("place processes", a.procs.follow(plan))
 	a.prune()
 	a.adopt()
 	return nil
-}
-
-// places reports whether a plan puts processes into a slice by what they are.
-func places(plan *policy.Plan, slice string) bool {
-	return plan.Mode != policy.Observe && slices.ContainsFunc(plan.Compartments, func(c policy.Compartment) bool {
-		return c.Slice == slice && slices.ContainsFunc(plan.Features, func(f policy.Feature) bool {
-			return f.Name == c.Feature && slices.ContainsFunc(f.Match, func(m policy.Match) bool {
-				return m.Tenant == c.Tenant && m.OfProcess()
-			})
-		})
-	})
 }
 
 // publishIfPlaced publishes what was done about processes and containers, if anything was.

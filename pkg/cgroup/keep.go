@@ -70,7 +70,7 @@ func (k *Keeper) Conditions() []Condition {
 	for _, p := range slices.Sorted(maps.Keys(k.kept)) {
 		conds = append(conds, k.kept[p].conds...)
 	}
-	return dedupe(slices.Concat(k.elsewhere, conds, k.restore))
+	return Distinct(slices.Concat(k.elsewhere, conds, k.restore))
 }
 
 // onNode makes the plan with the CPUs of this node, if it asks for any: the same one again as long as

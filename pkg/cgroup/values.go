@@ -379,7 +379,7 @@ func (t *Tree) unwritable(p string, f *policy.Feature, has func(string) bool, fo
 			conds = append(conds, shortfall(typ, ReasonControllerNotInKernel, "this kernel has no %s", v.File))
 		}
 	}
-	return dedupe(conds)
+	return Distinct(conds)
 }
 
 // lacks is the condition of an adopted cgroup without a controller. Turning it
