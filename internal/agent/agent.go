@@ -150,6 +150,8 @@ func Run(ctx context.Context, o Options) (err error) {
 	if a.tree, err = cgroup.Find(o.CgroupRoot); err != nil {
 		return err
 	}
+	// Who waits for systemd stops doing so when the agent is to stop.
+	defer context.AfterFunc(ctx, a.tree.Interrupt)()
 	a.procs = processes{tree: a.tree, log: a.log}
 	defer func() { a.procs.close() }()
 	a.runtimes = runtimes{sockets: o.Runtimes, log: a.log, finder: cgroup.NewContainerFinder(a.tree)}
@@ -180,7 +182,11 @@ func Run(ctx context.Context, o Options) (err error) {
 		a.log.Warn("the table of connections that is in force keeps its size; bulkhead detach and a new start change it",
 			"max_connections", n, "asked_for", o.MaxConnections)
 	}
-	if err := a.commit(plan); err != nil {
+	if err := a.commit(ctx, plan); err != nil {
+		if ctx.Err() != nil {
+			a.log.Info("stopped before the policy came into force", "reason", err.Error())
+			return nil
+		}
 		return err
 	}
 	a.ended("start", warnings, nil)
@@ -345,12 +351,12 @@ func (a *agent) loop(ctx context.Context, requests <-chan request, contents <-ch
 			}
 			return fmt.Errorf("a listener failed; the limits stay in force: %w", err)
 		case <-a.o.Hangup:
-			a.reload("SIGHUP")
+			a.reload(ctx, "SIGHUP")
 		case reply := <-requests:
-			reply <- a.reload("request")
+			reply <- a.reload(ctx, "request")
 		case hash := <-contents:
 			if hash != a.tried {
-				a.reload("file")
+				a.reload(ctx, "file")
 			}
 		case <-tick.C:
 			a.tick()

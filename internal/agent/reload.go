@@ -121,7 +121,7 @@ func whereabouts(tree *cgroup.Tree, members []conn.Member, all []cgroup.Cgroup) 
 
 // reload tries the policy as it is on disk now and says how that ended. Only
 // the owner calls it.
-func (a *agent) reload(trigger string) Outcome {
+func (a *agent) reload(ctx context.Context, trigger string) Outcome {
 	before := contentHash(a.o.Policy)
 	plan, warnings, err := load(a.o.Policy)
 	if contentHash(a.o.Policy) == before {
@@ -131,7 +131,7 @@ func (a *agent) reload(trigger string) Outcome {
 		a.tried = ""
 	}
 	if err == nil {
-		err = a.commit(plan)
+		err = a.commit(ctx, plan)
 	}
 	return a.ended(trigger, warnings, err)
 }
@@ -159,8 +159,8 @@ func (a *agent) ended(trigger string, warnings policy.Warnings, err error) Outco
 	return out
 }
 
-// commit brings a plan into force. On an error nothing in force has changed.
-func (a *agent) commit(plan *policy.Plan) (err error) {
+// commit brings a plan into force. On an error nothing in force has changed. It is not begun any more once ctx is done.
+func (a *agent) commit(ctx context.Context, plan *policy.Plan) (err error) {
 	conds, err := a.tree.EnsureSlices(plan)
 	defer func() {
 		if err != nil {
@@ -171,6 +171,9 @@ func (a *agent) commit(plan *policy.Plan) (err error) {
 	}()
 	if err != nil {
 		return err
+	}
+	if ctx.Err() != nil {
+		return errors.New("the agent is stopping")
 	}
 	a.runtimes.follow(plan)
 	all, err := a.tree.Walk()
@@ -196,7 +199,7 @@ func (a *agent) commit(plan *policy.Plan) (err error) {
 	a.back = a.tree.SendBack(a.plan, a.planBefore)
 	a.complain("place processes", a.procs.follow(plan))
 	a.prune()
-	a.adopt()
+	a.adopt(ctx)
 	return nil
 }
 
@@ -212,8 +215,8 @@ func (a *agent) publishIfPlaced() {
 }
 
 // adopt counts the connections that are there already and that the plan names.
-func (a *agent) adopt() {
-	limited, cancel := context.WithTimeout(context.Background(), reconcileLimit)
+func (a *agent) adopt(ctx context.Context) {
+	limited, cancel := context.WithTimeout(ctx, reconcileLimit)
 	defer cancel()
 	all, err := a.tree.Walk()
 	if err != nil {
