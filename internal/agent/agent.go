@@ -76,10 +76,12 @@ type agent struct {
 	// planBefore is the one by which processes were moved that are to go back now.
 	planBefore *policy.Plan
 
-	setup, values, reconcile, pins, back, placing, containing []cgroup.Condition
-	draining                                                  string
-	complaints                                                map[string]string
-	told                                                      told
+	applied, setup, values, unread, reconcile, pins, back, placing, containing []cgroup.Condition
+	// setupAt is when what falls short of setup is tried again.
+	setupAt    time.Time
+	draining   string
+	complaints map[string]string
+	told       told
 
 	tried    string // content hash that was tried last, "" if that is not known
 	last     Outcome
@@ -403,7 +405,7 @@ func (a *agent) publish() {
 	a.placing = placing
 	state, adopted, containing := a.runtimes.state()
 	a.containing = containing
-	conds := slices.Concat(a.setup, a.values, a.reconcile, a.pins, a.back, a.placing, a.containing)
+	conds := slices.Concat(a.applied, a.setup, a.values, a.unread, a.reconcile, a.pins, a.back, a.placing, a.containing)
 	if a.draining != "" {
 		conds = append(conds, cgroup.Condition{Type: "Slices", Status: "False", Reason: "Draining",
 			Message: "not in the policy any more, and still with processes: " + a.draining})

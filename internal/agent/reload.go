@@ -188,15 +188,18 @@ func (a *agent) commit(ctx context.Context, plan *policy.Plan) (err error) {
 
 	// In force. What fails from here on is a condition: to call the reload
 	// failed would be untrue.
+	a.applied = nil
 	if err != nil {
-		conds = append(conds, condition("Kernel", "CleanUpFailed", err))
+		a.applied = []cgroup.Condition{condition("Kernel", "CleanUpFailed", err)}
 	}
-	a.planBefore = a.plan
+	if len(a.back) == 0 {
+		a.planBefore = a.plan
+	}
 	a.plan, a.generation = plan, generation
 	a.expireAt = time.Time{}
-	a.setup = conds
+	a.setup, a.setupAt = conds, time.Now().Add(setupEvery)
 	a.settle(p)
-	a.back = a.tree.SendBack(a.plan, a.planBefore)
+	a.sendBack()
 	a.complain("place processes", a.procs.follow(plan))
 	a.prune()
 	a.adopt(ctx)
@@ -247,9 +250,9 @@ func (a *agent) settle(p placement) {
 	a.placement = p
 	put, err := a.keeper.SetValues(a.plan, p.adopted)
 	a.tellCorrected(put)
-	a.values = a.keeper.Conditions()
-	if err != nil {
-		a.values = append(a.values, condition(cgroup.TypeCPU, cgroup.ReasonWriteFailed, err))
+	a.values, a.unread = a.keeper.Conditions(), nil
+	if err != nil { // until it is done after all, which keep sees to
+		a.unread = []cgroup.Condition{condition(cgroup.TypeCPU, cgroup.ReasonWriteFailed, err)}
 	}
 	a.groups.Store(&groups{plan: a.plan, list: p.groups})
 	a.setupPause = 0
