@@ -180,6 +180,11 @@ func Run(ctx context.Context, o Options) (err error) {
 	}
 	defer a.kernel.Close()
 	starting.Close() // who comes now finds the pins locked, and by whom
+	// Who asks it to stop is heard from here on: a start may take its time.
+	a.info.Store(&Info{Version: o.Build.Version, PID: os.Getpid(), Since: a.since, Policy: o.Policy, Generation: a.generation,
+		Conditions: []cgroup.Condition{{Type: "Start", Status: "False", Reason: "Starting", Message: "the policy is being brought into force"}}})
+	requests, failed := make(chan request), make(chan error, 2)
+	defer a.answer(ctx, cancel, admin, requests, failed)()
 	if n := a.kernel.MaxSlots(); o.MaxConnections != 0 && n != o.MaxConnections {
 		a.log.Warn("the table of connections that is in force keeps its size; bulkhead detach and a new start change it",
 			"max_connections", n, "asked_for", o.MaxConnections)
@@ -199,7 +204,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	if t, err := a.reader.Totals(); err == nil {
 		a.full = t.SlotsFull // an agent before this one told of them
 	}
-	return a.serve(ctx, cancel, web, admin)
+	return a.serve(ctx, web, requests, failed)
 }
 
 // takeOver learns what an agent before this one left in force: which slices
@@ -240,15 +245,9 @@ func (a *agent) takeOver(ctx context.Context, where conn.Options) error {
 // request is somebody's wish for a reload.
 type request chan Outcome
 
-// serve runs everything that has to run beside the owner, and then the owner's
-// loop.
-func (a *agent) serve(ctx context.Context, stop func(), web *webServer, admin net.Listener) (err error) {
-	handler, err := metrics.Handler(metrics.New(a.o.Build, a.sources()))
-	if err != nil {
-		return fmt.Errorf("metrics: %w", err)
-	}
-	requests := make(chan request)
-	adminHTTP := adminServer(asked{
+// answer serves the admin socket, until the function is called that it returns.
+func (a *agent) answer(ctx context.Context, stop func(), admin net.Listener, requests chan<- request, failed chan<- error) (end func()) {
+	server := adminServer(asked{
 		info: func() Info { return *a.info.Load() },
 		stop: func() {
 			a.detached.Store(true)
@@ -267,24 +266,33 @@ func (a *agent) serve(ctx context.Context, stop func(), web *webServer, admin ne
 			return <-reply, nil
 		},
 	}, a.log)
+	var wg sync.WaitGroup
+	wg.Go(func() { failed <- server.Serve(admin) })
+	return func() {
+		stop()
+		// An answer that is being written (to the request to stop) is finished.
+		grace, cancel := context.WithTimeout(context.Background(), time.Second)
+		defer cancel()
+		_ = server.Shutdown(grace)
+		wg.Wait()
+	}
+}
 
-	failed := make(chan error, 2)
+// serve runs everything that has to run beside the owner, and then the owner's
+// loop.
+func (a *agent) serve(ctx context.Context, web *webServer, requests <-chan request, failed chan error) (err error) {
+	handler, err := metrics.Handler(metrics.New(a.o.Build, a.sources()))
+	if err != nil {
+		return fmt.Errorf("metrics: %w", err)
+	}
 	contents := make(chan string)
 	ctx, end := context.WithCancel(ctx)
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	defer end()
 	wg.Go(func() { failed <- web.serve(handler, a.log) })
-	wg.Go(func() { failed <- adminHTTP.Serve(admin) })
 	wg.Go(func() { newWatcher(a.o.Policy, a.tried, a.log).run(ctx, contents) })
 	defer web.close()
-	defer func() {
-		// An answer that is being written (to the request to stop) is finished.
-		grace, cancel := context.WithTimeout(context.Background(), time.Second)
-		defer cancel()
-		_ = adminHTTP.Shutdown(grace)
-	}()
-
 	if a.watcher, err = newTreeWatcher(a.tree.Dir); err != nil {
 		a.log.Warn("cgroups are not watched, only looked for", "every", tickEvery.String(), "error", err.Error())
 	} else {
