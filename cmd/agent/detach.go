@@ -18,8 +18,12 @@ import (
 	"bulkhead/pkg/policy"
 )
 
-// stopLimit is how long a running agent may take to stop.
-const stopLimit = 15 * time.Second
+const (
+	// stopLimit is how long a running agent may take to answer, and to stop. It interrupts what it waits for.
+	stopLimit = 15 * time.Second
+	// quiet is after what time it is told what is going on.
+	quiet = 2 * time.Second
+)
 
 func (a *app) detachCommand() *cobra.Command {
 	return &cobra.Command{
@@ -42,6 +46,7 @@ Detaching twice is no error.`,
 			if err := a.stopAgent(cmd.Context(), where); err != nil {
 				return err
 			}
+			defer a.tellLater("putting back values and removing slices: still at it")()
 			return a.detach(tree, where)
 		},
 	}
@@ -54,12 +59,21 @@ func (a *app) stopAgent(ctx context.Context, where conn.Options) error {
 		return nil
 	}
 	byHand := fmt.Sprintf("stop agent %d (kill -TERM %d), and detach again", pid, pid)
+	late := time.Now().Add(stopLimit)
+	defer a.tellLater(fmt.Sprintf("agent %d is still busy", pid))()
 	info, err := a.client().Info(ctx)
+	// One that has just been started answers when its policy is in force.
+	for errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil && time.Now().Before(late) {
+		if _, ok := conn.Holder(where); !ok {
+			return nil
+		}
+		info, err = a.client().Info(ctx)
+	}
 	if errors.Is(err, agent.ErrNoAgent) {
 		return fmt.Errorf("agent %d holds the pins in %s and does not answer on %s: name its --admin-socket, or %s", pid, where.BPFFS, a.adminSocket, byHand)
 	}
 	if err != nil {
-		return err
+		return fmt.Errorf("%w; %s", err, byHand)
 	}
 	// In another pid namespace its own number differs from ours, which is 0 then.
 	if pid != 0 && info.PID != pid {
@@ -71,7 +85,7 @@ func (a *app) stopAgent(ctx context.Context, where conn.Options) error {
 	}
 	poll := time.NewTicker(20 * time.Millisecond)
 	defer poll.Stop()
-	late := time.After(stopLimit)
+	over := time.After(stopLimit)
 	for {
 		if _, ok := conn.Holder(where); !ok {
 			return nil
@@ -80,10 +94,16 @@ func (a *app) stopAgent(ctx context.Context, where conn.Options) error {
 		case <-poll.C:
 		case <-ctx.Done():
 			return ctx.Err()
-		case <-late:
+		case <-over:
 			return fmt.Errorf("agent %d has not stopped within %v; %s", info.PID, stopLimit, byHand)
 		}
 	}
+}
+
+// tellLater says on stderr what is going on if it takes long, until the function that it returns is called.
+func (a *app) tellLater(what string) (done func()) {
+	t := time.AfterFunc(quiet, func() { fmt.Fprintln(a.stderr, what) })
+	return func() { t.Stop() }
 }
 
 func (a *app) detach(tree *cgroup.Tree, where conn.Options) error {

@@ -73,10 +73,15 @@ type agent struct {
 	generation uint32
 	placement  placement
 
-	setup, values, reconcile, pins, back, placing, containing []cgroup.Condition
-	draining                                                  string
-	complaints                                                map[string]string
-	told                                                      told
+	// planBefore is the one by which processes were moved that are to go back now.
+	planBefore *policy.Plan
+
+	applied, setup, values, unread, reconcile, pins, back, placing, containing []cgroup.Condition
+	// setupAt is when what falls short of setup is tried again.
+	setupAt    time.Time
+	draining   string
+	complaints map[string]string
+	told       told
 
 	tried    string // content hash that was tried last, "" if that is not known
 	last     Outcome
@@ -147,6 +152,8 @@ func Run(ctx context.Context, o Options) (err error) {
 	if a.tree, err = cgroup.Find(o.CgroupRoot); err != nil {
 		return err
 	}
+	// Who waits for systemd stops doing so when the agent is to stop.
+	defer context.AfterFunc(ctx, a.tree.Interrupt)()
 	a.procs = processes{tree: a.tree, log: a.log}
 	defer func() { a.procs.close() }()
 	a.runtimes = runtimes{sockets: o.Runtimes, log: a.log, finder: cgroup.NewContainerFinder(a.tree)}
@@ -173,11 +180,20 @@ func Run(ctx context.Context, o Options) (err error) {
 	}
 	defer a.kernel.Close()
 	starting.Close() // who comes now finds the pins locked, and by whom
+	// Who asks it to stop is heard from here on: a start may take its time.
+	a.info.Store(&Info{Version: o.Build.Version, PID: os.Getpid(), Since: a.since, Policy: o.Policy, Generation: a.generation,
+		Conditions: []cgroup.Condition{{Type: "Start", Status: "False", Reason: "Starting", Message: "the policy is being brought into force"}}})
+	requests, failed := make(chan request), make(chan error, 2)
+	defer a.answer(ctx, cancel, admin, requests, failed)()
 	if n := a.kernel.MaxSlots(); o.MaxConnections != 0 && n != o.MaxConnections {
 		a.log.Warn("the table of connections that is in force keeps its size; bulkhead detach and a new start change it",
 			"max_connections", n, "asked_for", o.MaxConnections)
 	}
-	if err := a.commit(plan); err != nil {
+	if err := a.commit(ctx, plan); err != nil {
+		if ctx.Err() != nil {
+			a.log.Info("stopped before the policy came into force", "reason", err.Error())
+			return nil
+		}
 		return err
 	}
 	a.ended("start", warnings, nil)
@@ -188,7 +204,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	if t, err := a.reader.Totals(); err == nil {
 		a.full = t.SlotsFull // an agent before this one told of them
 	}
-	return a.serve(ctx, cancel, web, admin)
+	return a.serve(ctx, web, requests, failed)
 }
 
 // takeOver learns what an agent before this one left in force: which slices
@@ -229,15 +245,9 @@ func (a *agent) takeOver(ctx context.Context, where conn.Options) error {
 // request is somebody's wish for a reload.
 type request chan Outcome
 
-// serve runs everything that has to run beside the owner, and then the owner's
-// loop.
-func (a *agent) serve(ctx context.Context, stop func(), web *webServer, admin net.Listener) (err error) {
-	handler, err := metrics.Handler(metrics.New(a.o.Build, a.sources()))
-	if err != nil {
-		return fmt.Errorf("metrics: %w", err)
-	}
-	requests := make(chan request)
-	adminHTTP := adminServer(asked{
+// answer serves the admin socket, until the function is called that it returns.
+func (a *agent) answer(ctx context.Context, stop func(), admin net.Listener, requests chan<- request, failed chan<- error) (end func()) {
+	server := adminServer(asked{
 		info: func() Info { return *a.info.Load() },
 		stop: func() {
 			a.detached.Store(true)
@@ -256,24 +266,33 @@ func (a *agent) serve(ctx context.Context, stop func(), web *webServer, admin ne
 			return <-reply, nil
 		},
 	}, a.log)
+	var wg sync.WaitGroup
+	wg.Go(func() { failed <- server.Serve(admin) })
+	return func() {
+		stop()
+		// An answer that is being written (to the request to stop) is finished.
+		grace, cancel := context.WithTimeout(context.Background(), time.Second)
+		defer cancel()
+		_ = server.Shutdown(grace)
+		wg.Wait()
+	}
+}
 
-	failed := make(chan error, 2)
+// serve runs everything that has to run beside the owner, and then the owner's
+// loop.
+func (a *agent) serve(ctx context.Context, web *webServer, requests <-chan request, failed chan error) (err error) {
+	handler, err := metrics.Handler(metrics.New(a.o.Build, a.sources()))
+	if err != nil {
+		return fmt.Errorf("metrics: %w", err)
+	}
 	contents := make(chan string)
 	ctx, end := context.WithCancel(ctx)
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	defer end()
 	wg.Go(func() { failed <- web.serve(handler, a.log) })
-	wg.Go(func() { failed <- adminHTTP.Serve(admin) })
 	wg.Go(func() { newWatcher(a.o.Policy, a.tried, a.log).run(ctx, contents) })
 	defer web.close()
-	defer func() {
-		// An answer that is being written (to the request to stop) is finished.
-		grace, cancel := context.WithTimeout(context.Background(), time.Second)
-		defer cancel()
-		_ = adminHTTP.Shutdown(grace)
-	}()
-
 	if a.watcher, err = newTreeWatcher(a.tree.Dir); err != nil {
 		a.log.Warn("cgroups are not watched, only looked for", "every", tickEvery.String(), "error", err.Error())
 	} else {
@@ -342,12 +361,12 @@ func (a *agent) loop(ctx context.Context, requests <-chan request, contents <-ch
 			}
 			return fmt.Errorf("a listener failed; the limits stay in force: %w", err)
 		case <-a.o.Hangup:
-			a.reload("SIGHUP")
+			a.reload(ctx, "SIGHUP")
 		case reply := <-requests:
-			reply <- a.reload("request")
+			reply <- a.reload(ctx, "request")
 		case hash := <-contents:
 			if hash != a.tried {
-				a.reload("file")
+				a.reload(ctx, "file")
 			}
 		case <-tick.C:
 			a.tick()
@@ -394,7 +413,7 @@ func (a *agent) publish() {
 	a.placing = placing
 	state, adopted, containing := a.runtimes.state()
 	a.containing = containing
-	conds := slices.Concat(a.setup, a.values, a.reconcile, a.pins, a.back, a.placing, a.containing)
+	conds := slices.Concat(a.applied, a.setup, a.values, a.unread, a.reconcile, a.pins, a.back, a.placing, a.containing)
 	if a.draining != "" {
 		conds = append(conds, cgroup.Condition{Type: "Slices", Status: "False", Reason: "Draining",
 			Message: "not in the policy any more, and still with processes: " + a.draining})
@@ -402,15 +421,9 @@ func (a *agent) publish() {
 	if a.last.Error != "" {
 		conds = append(conds, cgroup.Condition{Type: "Reload", Status: "False", Reason: "Refused", Message: a.last.Error})
 	}
-	var unique []cgroup.Condition
-	for _, c := range conds {
-		if !slices.Contains(unique, c) {
-			unique = append(unique, c)
-		}
-	}
 	a.info.Store(&Info{
 		Version: a.o.Build.Version, PID: os.Getpid(), Since: a.since, Policy: a.o.Policy,
-		Generation: a.generation, PolicyHash: a.plan.Hash, Conditions: unique,
+		Generation: a.generation, PolicyHash: a.plan.Hash, Conditions: cgroup.Distinct(conds),
 		LastReload: a.last, ReloadFailures: a.failures,
 		SlotsReclaimed: a.reclaimed, ReconcileErrors: a.reconcileErrors,
 		Processes: procs, Runtimes: state, Containers: adopted,

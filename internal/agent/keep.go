@@ -38,16 +38,49 @@ func (c corrected) list(plan *policy.Plan) []metrics.Corrected {
 	return out
 }
 
-// keep looks whether all values are as they were set, and puts back what others have changed.
+// setupEvery is how often it is tried again to have what slices lack, from the end of the attempt.
+const setupEvery = time.Minute
+
+// keep looks whether all values are as they were set, and puts back what others have changed. What fell short of
+// bringing about the plan, or of taking back another one, is tried again.
 func (a *agent) keep() {
+	before := a.shortfalls()
+	if len(a.setup) > 0 && !time.Now().Before(a.setupAt) {
+		a.setUpAgain()
+	}
+	if len(a.unread) > 0 {
+		a.settle(a.placement)
+	}
 	put := a.keeper.Check(time.Now())
 	a.tellCorrected(put)
-	before := a.values
 	a.values = a.keeper.Conditions()
-	if len(put) > 0 || !slices.Equal(before, a.values) {
+	if len(a.back) > 0 {
+		a.sendBack()
+	}
+	if len(put) > 0 || !slices.Equal(before, a.shortfalls()) {
 		a.publish()
 	}
 }
+
+// shortfalls are the conditions that keep looks after.
+func (a *agent) shortfalls() []cgroup.Condition {
+	return slices.Concat(a.setup, a.values, a.unread, a.back)
+}
+
+// setUpAgain tries to have what slices lack. What can be set by it is.
+func (a *agent) setUpAgain() {
+	conds, err := a.tree.EnsureSlices(a.plan)
+	a.complain("make slices again", err)
+	a.setupAt = time.Now().Add(setupEvery)
+	if err == nil && !slices.Equal(conds, a.setup) {
+		a.setup = conds
+		a.keeper.Again()
+		a.settle(a.placement)
+	}
+}
+
+// sendBack sends back the processes that the plan in force does not place any more.
+func (a *agent) sendBack() { a.back = a.tree.SendBack(a.plan, a.planBefore) }
 
 // tellCorrected counts and logs what was put back.
 func (a *agent) tellCorrected(put []cgroup.Correction) {

@@ -121,7 +121,7 @@ func whereabouts(tree *cgroup.Tree, members []conn.Member, all []cgroup.Cgroup) 
 
 // reload tries the policy as it is on disk now and says how that ended. Only
 // the owner calls it.
-func (a *agent) reload(trigger string) Outcome {
+func (a *agent) reload(ctx context.Context, trigger string) Outcome {
 	before := contentHash(a.o.Policy)
 	plan, warnings, err := load(a.o.Policy)
 	if contentHash(a.o.Policy) == before {
@@ -131,7 +131,7 @@ func (a *agent) reload(trigger string) Outcome {
 		a.tried = ""
 	}
 	if err == nil {
-		err = a.commit(plan)
+		err = a.commit(ctx, plan)
 	}
 	return a.ended(trigger, warnings, err)
 }
@@ -159,8 +159,8 @@ func (a *agent) ended(trigger string, warnings policy.Warnings, err error) Outco
 	return out
 }
 
-// commit brings a plan into force. On an error nothing in force has changed.
-func (a *agent) commit(plan *policy.Plan) (err error) {
+// commit brings a plan into force. On an error nothing in force has changed. It is not begun any more once ctx is done.
+func (a *agent) commit(ctx context.Context, plan *policy.Plan) (err error) {
 	conds, err := a.tree.EnsureSlices(plan)
 	defer func() {
 		if err != nil {
@@ -171,6 +171,9 @@ func (a *agent) commit(plan *policy.Plan) (err error) {
 	}()
 	if err != nil {
 		return err
+	}
+	if ctx.Err() != nil {
+		return errors.New("the agent is stopping")
 	}
 	a.runtimes.follow(plan)
 	all, err := a.tree.Walk()
@@ -185,29 +188,22 @@ func (a *agent) commit(plan *policy.Plan) (err error) {
 
 	// In force. What fails from here on is a condition: to call the reload
 	// failed would be untrue.
+	a.applied = nil
 	if err != nil {
-		conds = append(conds, condition("Kernel", "CleanUpFailed", err))
+		a.applied = []cgroup.Condition{condition("Kernel", "CleanUpFailed", err)}
+	}
+	if len(a.back) == 0 {
+		a.planBefore = a.plan
 	}
 	a.plan, a.generation = plan, generation
 	a.expireAt = time.Time{}
-	a.setup = conds
+	a.setup, a.setupAt = conds, time.Now().Add(setupEvery)
 	a.settle(p)
-	a.back = a.tree.SendBack(func(slice string) bool { return places(plan, slice) })
+	a.sendBack()
 	a.complain("place processes", a.procs.follow(plan))
 	a.prune()
-	a.adopt()
+	a.adopt(ctx)
 	return nil
-}
-
-// places reports whether a plan puts processes into a slice by what they are.
-func places(plan *policy.Plan, slice string) bool {
-	return plan.Mode != policy.Observe && slices.ContainsFunc(plan.Compartments, func(c policy.Compartment) bool {
-		return c.Slice == slice && slices.ContainsFunc(plan.Features, func(f policy.Feature) bool {
-			return f.Name == c.Feature && slices.ContainsFunc(f.Match, func(m policy.Match) bool {
-				return m.Tenant == c.Tenant && m.OfProcess()
-			})
-		})
-	})
 }
 
 // publishIfPlaced publishes what was done about processes and containers, if anything was.
@@ -222,8 +218,8 @@ func (a *agent) publishIfPlaced() {
 }
 
 // adopt counts the connections that are there already and that the plan names.
-func (a *agent) adopt() {
-	limited, cancel := context.WithTimeout(context.Background(), reconcileLimit)
+func (a *agent) adopt(ctx context.Context) {
+	limited, cancel := context.WithTimeout(ctx, reconcileLimit)
 	defer cancel()
 	all, err := a.tree.Walk()
 	if err != nil {
@@ -254,9 +250,9 @@ func (a *agent) settle(p placement) {
 	a.placement = p
 	put, err := a.keeper.SetValues(a.plan, p.adopted)
 	a.tellCorrected(put)
-	a.values = a.keeper.Conditions()
-	if err != nil {
-		a.values = append(a.values, condition(cgroup.TypeCPU, cgroup.ReasonWriteFailed, err))
+	a.values, a.unread = a.keeper.Conditions(), nil
+	if err != nil { // until it is done after all, which keep sees to
+		a.unread = []cgroup.Condition{condition(cgroup.TypeCPU, cgroup.ReasonWriteFailed, err)}
 	}
 	a.groups.Store(&groups{plan: a.plan, list: p.groups})
 	a.setupPause = 0

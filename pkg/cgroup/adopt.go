@@ -31,7 +31,11 @@ func Adopt(plan *policy.Plan, all []Cgroup, containers Containers) []Adopted {
 		protected[c.Path] = true
 	}
 	inside := map[string]uint32{} // compartment in force at and below a path
+	root := uint64(rootID)
 	for _, c := range all {
+		if c.Path == "/" {
+			root = c.ID
+		}
 		if protected[path.Dir(c.Path)] {
 			protected[c.Path] = true
 		}
@@ -42,7 +46,7 @@ func Adopt(plan *policy.Plan, all []Cgroup, containers Containers) []Adopted {
 		if covered {
 			inside[c.Path] = around
 		}
-		if isMatchSub(c) { // a Placer made it
+		if isMatchSub(c, root) { // a Placer made it
 			_, slice := partsOf(c)
 			if i := slices.IndexFunc(plan.Compartments, func(k policy.Compartment) bool { return k.Slice == slice }); i > 0 {
 				out = append(out, Adopted{uint32(i), c})

@@ -37,7 +37,8 @@ type Backend interface {
 
 	// Keeps reports whether Set itself remembers what it replaces in this file of an
 	// adopted cgroup, for Restore. Such a file need not be there before it is set.
-	Keeps(path, file string) bool
+	// With an error that is not known now, and the file must be left as it is.
+	Keeps(path, file string) (bool, error)
 
 	// Restore puts back what Set has replaced and remembers, but for what wanted still
 	// names, by the path of the adopted cgroup. It is called after all has been set, and
@@ -61,6 +62,10 @@ type Backend interface {
 	// turned on for them and nobody else has come to use. all is a walk of the tree. What
 	// cannot be given back stays.
 	Release(all []Cgroup)
+
+	// Interrupt makes all that is waited for, and all that is asked for after it, end soon: the
+	// agent stops. It may be called by any goroutine.
+	Interrupt()
 }
 
 // cgroupfs is the Backend of plain files.
@@ -275,7 +280,10 @@ func (b cgroupfs) Set(p string, values []Value) error {
 }
 
 // Keeps: originals are kept by the tree, with the cgroup.
-func (b cgroupfs) Keeps(p, file string) bool { return false }
+func (b cgroupfs) Keeps(p, file string) (bool, error) { return false, nil }
+
+// Interrupt: nothing is waited for.
+func (b cgroupfs) Interrupt() {}
 
 func (b cgroupfs) Restore(wanted map[string][]Value) []Condition { return nil }
 

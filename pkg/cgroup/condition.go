@@ -123,9 +123,9 @@ func shortfall(typ, reason, format string, args ...any) Condition {
 	return Condition{Type: typ, Status: "False", Reason: reason, Message: fmt.Sprintf(format, args...)}
 }
 
-// dedupe keeps the first of equal conditions: one cause above many slices is
+// Distinct keeps the first of equal conditions: one cause above many slices is
 // told once.
-func dedupe(conds []Condition) []Condition {
+func Distinct(conds []Condition) []Condition {
 	seen := make(map[Condition]bool, len(conds))
 	var out []Condition
 	for _, c := range conds {

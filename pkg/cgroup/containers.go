@@ -177,7 +177,7 @@ func (f *ContainerFinder) Find(plan *policy.Plan, list []Container, all []Cgroup
 		}
 	}
 	f.known = known
-	return found, dedupe(conds)
+	return found, Distinct(conds)
 }
 
 // of is the cgroup of a process: ErrGone if there is none. From a private namespace it is

@@ -17,8 +17,8 @@ const (
 	// CheckEvery is how often Keeper.Check is to be called. No cgroup is put right twice
 	// within that time, so that two who both insist do not chase each other.
 	CheckEvery = 10 * time.Second
-	// retryEvery is how long a value waits that could not be set: what stands against it (use above
-	// a limit, a controller that is missing) rarely ends sooner, and systemd may let us wait for seconds.
+	// retryEvery is how long a value waits that could not be set, from the end of the attempt: what stands against it
+	// (use above a limit, a controller that is missing) rarely ends sooner, and systemd may let us wait for seconds.
 	retryEvery = time.Minute
 )
 
@@ -46,6 +46,7 @@ type Keeper struct {
 	restore []Condition
 	// waiting are cgroups whose values wait for a runtime, with their ids.
 	waiting map[string]uint64
+	again   bool
 }
 
 // kept is one cgroup whose values are ours.
@@ -61,6 +62,9 @@ type kept struct {
 	next, retry time.Time
 }
 
+// Again makes the next SetValues bring about everything, as for another plan: more can be set now, say.
+func (k *Keeper) Again() { k.again = true }
+
 // NewKeeper returns one that has set nothing yet.
 func NewKeeper(t *Tree) *Keeper { return &Keeper{tree: t, kept: map[string]*kept{}} }
 
@@ -70,7 +74,7 @@ func (k *Keeper) Conditions() []Condition {
 	for _, p := range slices.Sorted(maps.Keys(k.kept)) {
 		conds = append(conds, k.kept[p].conds...)
 	}
-	return dedupe(slices.Concat(k.elsewhere, conds, k.restore))
+	return Distinct(slices.Concat(k.elsewhere, conds, k.restore))
 }
 
 // onNode makes the plan with the CPUs of this node, if it asks for any: the same one again as long as
@@ -98,7 +102,7 @@ func (k *Keeper) onNode(plan *policy.Plan) error {
 // runtime is still setting up wait, see Waiting. It returns what somebody had
 // changed and is put back by this.
 func (k *Keeper) SetValues(plan *policy.Plan, adopted []Adopted) ([]Correction, error) {
-	t, again := k.tree, k.plan != plan
+	t, again := k.tree, k.plan != plan || k.again
 	all, err := t.Walk()
 	if err != nil {
 		return nil, err
@@ -108,7 +112,7 @@ func (k *Keeper) SetValues(plan *policy.Plan, adopted []Adopted) ([]Correction, 
 	}
 	asked, names := askedOf(k.here, adopted), namesOf(plan, adopted)
 	before := k.kept
-	k.plan, k.kept = plan, make(map[string]*kept, len(before))
+	k.plan, k.again, k.kept = plan, false, make(map[string]*kept, len(before))
 	waited := k.waiting
 	k.waiting = map[string]uint64{}
 	var put []Correction
@@ -205,13 +209,16 @@ func (k *Keeper) set(g *kept) []Correction {
 }
 
 // Check reads every value that is ours and puts back what somebody has changed. It costs an open file each,
-// and nothing else where all is as it should be. What could not be set is tried again now and then.
+// and nothing else where all is as it should be. What could not be set is tried again now and then, and at once where
+// the file has come to read as it should: systemd may bring about later what was asked of it.
 func (k *Keeper) Check(now time.Time) []Correction {
 	var put []Correction
+	began, asked := time.Now(), now // it may take its time
 	for _, p := range slices.Sorted(maps.Keys(k.kept)) {
 		g := k.kept[p]
-		changed, lost := k.changed(g)
-		if !(changed && !now.Before(g.next) || len(g.conds) > 0 && !now.Before(g.retry)) {
+		now = asked.Add(time.Since(began))
+		changed, lost, came := k.changed(g)
+		if !((changed || came) && !now.Before(g.next) || len(g.conds) > 0 && !now.Before(g.retry)) {
 			continue
 		}
 		if c, err := k.tree.Get(p); err != nil || c.ID != g.ID {
@@ -225,7 +232,7 @@ func (k *Keeper) Check(now time.Time) []Correction {
 		fixed := k.set(g)
 		put = append(put, fixed...)
 		g.conds = append(conds, g.conds...)
-		g.next, g.retry = now.Add(CheckEvery), now.Add(retryEvery)
+		g.next, g.retry = asked.Add(CheckEvery), asked.Add(time.Since(began)+retryEvery)
 		if changed && len(fixed) == 0 {
 			g.next = g.retry // it cannot be put back
 		}
@@ -233,14 +240,19 @@ func (k *Keeper) Check(now time.Time) []Correction {
 	return put
 }
 
-// changed reports whether values of a cgroup that had held do not now, and whether a file is lost.
-func (k *Keeper) changed(g *kept) (changed, lost bool) {
+// changed reports whether values of a cgroup that had held do not now, whether a file is lost, and whether a value that
+// could not be set reads as it should.
+func (k *Keeper) changed(g *kept) (changed, lost, came bool) {
 	for _, v := range g.values {
-		if _, ok := k.reads(g, v); !ok && g.held[v.File] {
+		_, ok := k.reads(g, v)
+		switch {
+		case ok && !g.held[v.File]:
+			came = true
+		case !ok && g.held[v.File]:
 			changed, lost = true, lost || !k.tree.has(g.Path, v.File)
 		}
 	}
-	return changed, lost
+	return changed, lost, came
 }
 
 // reads gives what a file reads, and whether that is as it should be. It does less than os.ReadFile, which

@@ -1,14 +1,11 @@
 package cgroup
 
 import (
-	"errors"
 	"fmt"
 	"path"
 	"regexp"
 	"strconv"
 	"strings"
-
-	"golang.org/x/sys/unix"
 
 	"bulkhead/pkg/policy"
 )
@@ -20,29 +17,40 @@ import (
 //	match-<origin>-<feature>[-<tenant>].scope            in the compartment's slice
 //	bulkhead-match-<origin>-<feature>[-<tenant>]         in a unit with Delegate=yes
 //
-// The origin is the id of the cgroup that they were in.
+// The origin is the id of the cgroup that they were in. A unit may be below the roots of two agents, one of which is in the
+// other's: so where the root is not the true one, its id and a dot are before the origin, and each agent knows its own. Slices
+// need none, as each agent has them in its own root; and two agents with one root there are not (conn.ErrForeign).
 var (
 	matchLeaf = regexp.MustCompile(`^match-([0-9]+)-([a-z0-9_]+)(?:-([a-z0-9_]+))?\.scope$`)
-	matchSub  = regexp.MustCompile(`^bulkhead-match-([0-9]+)-([a-z0-9_]+)(?:-([a-z0-9_]+))?$`)
+	matchSub  = regexp.MustCompile(`^bulkhead-match-(?:([0-9]+)\.)?([0-9]+)-([a-z0-9_]+)(?:-([a-z0-9_]+))?$`)
 )
 
 // isMatchLeaf is true of a leaf in a slice of ours.
 func isMatchLeaf(p string) bool { return matchLeaf.MatchString(path.Base(p)) && isSlice(path.Dir(p)) }
 
-// isMatchSub is true of a cgroup of ours in a unit of somebody else's. Who has that
+// isMatchSub is true of a cgroup in a unit of somebody else's that is of the agent with a root. Who has that
 // unit could make one of the name, to be counted as somebody else: ours is root's.
-func isMatchSub(c Cgroup) bool {
-	return c.Owner == 0 && matchSub.MatchString(path.Base(c.Path)) && innermostUnit(path.Dir(c.Path)) != ""
+func isMatchSub(c Cgroup, root uint64) bool {
+	m := matchSub.FindStringSubmatch(path.Base(c.Path))
+	return m != nil && m[1] == rootMark(root) && c.Owner == 0 && innermostUnit(path.Dir(c.Path)) != ""
 }
 
-func isPlace(c Cgroup) bool { return isMatchLeaf(c.Path) || isMatchSub(c) }
+// rootMark names a root that is not the true one.
+func rootMark(root uint64) string {
+	if root == rootID {
+		return ""
+	}
+	return strconv.FormatUint(root, 10)
+}
+
+func isPlace(c Cgroup, root uint64) bool { return isMatchLeaf(c.Path) || isMatchSub(c, root) }
 
 // partsOf is what the name of such a cgroup says: where its processes came from, and
 // the slice of their compartment.
 func partsOf(c Cgroup) (origin uint64, slice string) {
 	m := matchLeaf.FindStringSubmatch(path.Base(c.Path))
 	if m == nil {
-		m = matchSub.FindStringSubmatch(path.Base(c.Path))
+		m = matchSub.FindStringSubmatch(path.Base(c.Path))[1:]
 	}
 	origin, _ = strconv.ParseUint(m[1], 10, 64)
 	slice = path.Join(policy.ParentSlice, "bulkhead-"+m[2]+".slice")
@@ -54,8 +62,8 @@ func partsOf(c Cgroup) (origin uint64, slice string) {
 
 // originOf is the id of the cgroup that a process in c is in as long as nobody moves
 // it: c itself, or where those of a cgroup of ours came from.
-func originOf(c Cgroup) uint64 {
-	if !isPlace(c) {
+func originOf(c Cgroup, root uint64) uint64 {
+	if !isPlace(c, root) {
 		return c.ID
 	}
 	origin, _ := partsOf(c)
@@ -65,10 +73,14 @@ func originOf(c Cgroup) uint64 {
 // leafIn is where processes of the compartment with a slice go that were in the cgroup
 // with an id: into the slice, or with a unit, into that. As a unit its name must be the
 // only one.
-func leafIn(slice, unit string, origin uint64) string {
+func (t *Tree) leafIn(slice, unit string, origin uint64) string {
 	name := strings.TrimSuffix(strings.TrimPrefix(path.Base(slice), "bulkhead-"), ".slice")
 	if unit != "" {
-		return path.Join(unit, fmt.Sprintf("bulkhead-match-%d-%s", origin, name))
+		mark := rootMark(t.ID)
+		if mark != "" {
+			mark += "."
+		}
+		return path.Join(unit, fmt.Sprintf("bulkhead-match-%s%d-%s", mark, origin, name))
 	}
 	return path.Join(slice, fmt.Sprintf("match-%d-%s.scope", origin, name))
 }
@@ -92,62 +104,4 @@ func sliceAround(p string) string {
 		}
 	}
 	return ""
-}
-
-// SendBack moves the processes that were moved into compartments whose slice keep says
-// no to back to where they came from: to the unit if it is one's, to the tree's root if
-// that is gone. Those that cannot go stay, and are told. Of cgroups in units it removes
-// those that nobody is in.
-func (t *Tree) SendBack(keep func(slice string) bool) []Condition {
-	all, err := t.Walk()
-	if err != nil {
-		return nil
-	}
-	byID := make(map[uint64]string, len(all))
-	for _, c := range all {
-		byID[c.ID] = c.Path
-	}
-	var conds []Condition
-	for _, c := range all {
-		if !isPlace(c) {
-			continue
-		}
-		origin, slice := partsOf(c)
-		if !keep(slice) {
-			to, ok := byID[origin]
-			switch {
-			case ok:
-			case isMatchSub(c):
-				to = path.Dir(c.Path)
-			default:
-				to = "/"
-			}
-			if err := t.moveAll(c.Path, to); err != nil {
-				conds = append(conds, shortfall(TypePlacement, ReasonStays, "processes of %s do not go back to cgroup %s: %v", c.Path, to, err))
-			}
-		}
-		if isMatchSub(c) {
-			_ = unix.Rmdir(t.path(c.Path))
-		}
-	}
-	return conds
-}
-
-// moveAll moves all processes of a cgroup, though they go on forking.
-func (t *Tree) moveAll(from, to string) error {
-	for range passes {
-		pids, err := t.pids(from)
-		if err != nil || len(pids) == 0 {
-			return nil
-		}
-		for _, pid := range pids {
-			if pid == 0 {
-				return fmt.Errorf("processes of another pid namespace are in it") // "0" would be ourselves
-			}
-			if err := t.write(to, "cgroup.procs", strconv.Itoa(pid)); err != nil && !errors.Is(err, unix.ESRCH) {
-				return fmt.Errorf("process %s: %w", names([]int{pid}), err)
-			}
-		}
-	}
-	return fmt.Errorf("they fork faster than they can be moved")
 }

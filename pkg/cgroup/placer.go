@@ -95,8 +95,7 @@ type Moved struct {
 func NewPlacer(t *Tree, plan *policy.Plan) *Placer {
 	p := &Placer{tree: t, plan: plan, followed: map[int]follow{}, gone: map[int]bool{}, refused: map[refusal]map[int]uint64{},
 		self: os.Getpid(), namespaces: map[string][]string{}, counts: Placed{Skipped: map[string]uint64{}}}
-	// A process in a container is not moved, so items about containers name none here.
-	p.items = slices.DeleteFunc(itemsOf(plan), func(it item) bool { return len(it.Container) > 0 })
+	p.items = placingItems(plan)
 	if plan.Mode == policy.Observe || !slices.ContainsFunc(p.items, item.OfProcess) {
 		p.items = nil
 	}
@@ -110,11 +109,17 @@ func NewPlacer(t *Tree, plan *policy.Plan) *Placer {
 	return p
 }
 
+// placingItems are the items by which processes are placed. One in a container is not moved, so items about containers
+// name none here.
+func placingItems(plan *policy.Plan) []item {
+	return slices.DeleteFunc(itemsOf(plan), func(it item) bool { return len(it.Container) > 0 })
+}
+
 // Needed reports whether the plan asks for processes to be placed at all.
 func (p *Placer) Needed() bool { return len(p.items) > 0 && !p.tree.Namespaced }
 
-// Follow takes over what an earlier placer followed, as far as the plan still
-// has the compartments.
+// Follow takes over what an earlier placer followed, as far as it still belongs into
+// the compartments: see SendBack, which comes first.
 func (p *Placer) Follow(before *Placer) {
 	if before == nil {
 		return
@@ -127,10 +132,16 @@ func (p *Placer) Follow(before *Placer) {
 	if !p.Needed() {
 		return
 	}
+	if len(before.followed) == 0 {
+		return
+	}
+	// Of a tree that cannot be read it is not known where processes came from: then they may match.
+	all, _ := p.tree.Walk()
+	b := newBelonging(p.tree, p.plan, before.plan, all)
 	for pid, f := range before.followed {
 		was := before.plan.Compartments[f.compartment]
 		for i, c := range p.plan.Compartments {
-			if c.Feature == was.Feature && c.Tenant == was.Tenant && p.places(uint32(i)) {
+			if c.Feature == was.Feature && c.Tenant == was.Tenant && p.places(uint32(i)) && b.of(pid, c.Slice) == c.Slice {
 				f.compartment = uint32(i)
 				p.followed[pid] = f
 			}
@@ -419,7 +430,7 @@ func (p *Placer) place(pr process, compartment uint32) {
 		p.followed[pr.pid] = follow{pr.start, compartment, ""}
 		return
 	}
-	leaf := leafIn(slice, unit, originOf(c))
+	leaf := p.tree.leafIn(slice, unit, originOf(c, p.tree.ID))
 	if p.dry {
 		p.followed[pr.pid] = follow{pr.start, compartment, ""}
 		p.moved = append(p.moved, Moved{pr.pid, p.plan.Compartments[compartment], c.Path, leaf})
@@ -473,7 +484,7 @@ func (p *Placer) inside(c Cgroup, slice string) (at string, ok bool) {
 	if sliceAround(c.Path) == slice {
 		return slice, true
 	}
-	if isMatchSub(c) {
+	if isMatchSub(c, p.tree.ID) {
 		_, of := partsOf(c)
 		return c.Path, of == slice
 	}
@@ -569,7 +580,7 @@ func (p *Placer) Conditions() []Condition {
 		out = append(out, shortfall(TypePlacement, ReasonNotLoose, "process %s matches %s and stays in cgroup %s: %s",
 			names(slices.Sorted(maps.Keys(p.refused[k]))), strings.TrimSuffix(c.Feature+"/"+c.Tenant, "/"), k.cgroup, why))
 	}
-	return dedupe(out)
+	return Distinct(out)
 }
 
 // Counts says what was done so far.

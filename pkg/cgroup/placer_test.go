@@ -142,7 +142,7 @@ func TestDescendants(t *testing.T) {
 		t.Errorf("%+v", c)
 	}
 	// They go back to where each came from.
-	if conds := tree.SendBack(func(string) bool { return false }); conds != nil {
+	if conds := tree.SendBack(plan(policy.Observe, nil), nil); conds != nil {
 		t.Errorf("%+v", conds)
 	}
 	apps, _ := tree.pids("/apps")
@@ -235,7 +235,7 @@ func TestDelegatedUnit(t *testing.T) {
 	p, stranger := sleeper(t, tree, unit.Path), start(t, tree, unit.Path, "hold")
 	must(t, placer.Pass())
 	noConditions(t, placer.Conditions(), nil)
-	sub := fmt.Sprintf("%s/bulkhead-match-%d-chat-free", unit.Path, unit.ID)
+	sub := fmt.Sprintf("%s/bulkhead-match-%d.%d-chat-free", unit.Path, tree.ID, unit.ID)
 	wantIn(t, tree, p, sub)
 	wantIn(t, tree, stranger, unit.Path)
 	all, err := tree.Walk()

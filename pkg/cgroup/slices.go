@@ -80,7 +80,7 @@ func (t *Tree) EnsureSlices(plan *policy.Plan) ([]Condition, error) {
 		conds = append(conds, cs...)
 	}
 	var out []Condition
-	for _, c := range dedupe(conds) {
+	for _, c := range Distinct(conds) {
 		if asked[c.Type] {
 			out = append(out, c)
 		}
@@ -192,7 +192,7 @@ func (t *Tree) Remove() ([]Left, []Condition, error) {
 	if err != nil {
 		return nil, conds, err
 	}
-	conds = append(conds, t.SendBack(func(string) bool { return false })...)
+	conds = append(conds, t.SendBack(&policy.Plan{Mode: policy.Observe}, nil)...)
 	left, err := t.prune(nil)
 	if err != nil {
 		return left, conds, err

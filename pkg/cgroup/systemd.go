@@ -27,9 +27,8 @@ const (
 	bootedDir = "/run/systemd/system"
 	// privateSocket is systemd's own: it is there before the message bus is, and after.
 	privateSocket = "/run/systemd/private"
-	// systemdTimeout bounds one request to systemd and its effect. A daemon-reexec, in
-	// which nobody answers, is over long before.
-	systemdTimeout = 20 * time.Second
+	// grace is for how long what is taken back may ask systemd after Interrupt.
+	grace = 5 * time.Second
 	// unset gives a property of resource control back: systemd's CGROUP_WEIGHT_INVALID,
 	// USEC_INFINITY and CGROUP_LIMIT_MAX are all this.
 	unset = uint64(math.MaxUint64)
@@ -80,35 +79,73 @@ func isSocket(p string) bool {
 // reboot too. Values of units of others are properties until the next boot (units.go). Other
 // cgroups of others, and files that systemd has no property for, are left to the files.
 type systemd struct {
-	files cgroupfs
+	files  cgroupfs
+	socket string
 
-	mu   sync.Mutex
-	conn *systemd1.Conn
+	mu       sync.Mutex
+	conn     *systemd1.Conn
+	patience patience
 
 	look  sync.Mutex
 	units map[uint64]unit // by cgroup; none where it is no unit's
+
+	// asking ends with Interrupt, and is for what brings something about. What takes it back goes on for the
+	// grace, so that a start that is stopped leaves nothing.
+	asking, givingBack context.Context
+	interrupt          func()
+}
+
+func newSystemd(t *Tree, socket string, l limits) *systemd {
+	b := &systemd{files: cgroupfs{t}, socket: socket, patience: patience{limits: l}}
+	var stop, end context.CancelFunc
+	b.asking, stop = context.WithCancel(context.Background())
+	b.givingBack, end = context.WithCancel(context.Background())
+	b.interrupt = func() {
+		stop()
+		time.AfterFunc(grace, end)
+	}
+	return b
 }
 
 func (b *systemd) t() *Tree { return b.files.t }
 
+func (b *systemd) Interrupt() { b.interrupt() }
+
+var (
+	errStopping = errors.New("not waited for: the agent is stopping")
+	// errRuns: systemd has answered, and its job takes its time.
+	errRuns = errors.New("the job has not ended")
+)
+
 // call makes a request, with a new connection if systemd has closed the one before, as it
 // does at each daemon-reexec.
-func (b *systemd) call(f func(ctx context.Context, c *systemd1.Conn) error) error {
+func (b *systemd) call(ctx context.Context, f func(ctx context.Context, c *systemd1.Conn) error) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	ctx, cancel := context.WithTimeout(context.Background(), systemdTimeout)
+	limit, err := b.patience.asks(time.Now())
+	if err != nil {
+		return fmt.Errorf("ask systemd: %w", err)
+	}
+	limited, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	for {
-		err := b.connect(ctx)
+		err := b.connect(limited)
 		if err == nil {
-			err = f(ctx, b.conn)
+			err = f(limited, b.conn)
 		}
-		if err == nil || !b.away(err) {
+		away := err != nil && b.away(err)
+		if err == nil || errors.Is(err, errRuns) || !away && limited.Err() == nil {
+			b.patience.silent = time.Time{}
 			return err
 		}
 		select {
-		case <-ctx.Done():
-			return fmt.Errorf("ask systemd: %w", err)
+		case <-limited.Done():
+			if ctx.Err() != nil {
+				return fmt.Errorf("ask systemd: %w", errStopping)
+			}
+			b.drop() // what it answers later is no answer to what is asked next
+			b.patience.silent = time.Now()
+			return fmt.Errorf("ask systemd: no answer within %v: %w", limit, err)
 		case <-time.After(50 * time.Millisecond):
 		}
 	}
@@ -117,30 +154,70 @@ func (b *systemd) call(f func(ctx context.Context, c *systemd1.Conn) error) erro
 // away reports whether systemd has gone for a moment, and drops the connection then.
 func (b *systemd) away(err error) bool {
 	cut := errors.Is(err, dbus.ErrClosed) || errors.Is(err, io.EOF)
-	for _, e := range []error{unix.ECONNREFUSED, unix.ECONNRESET, unix.EPIPE} {
+	for _, e := range []error{unix.ECONNREFUSED, unix.ECONNRESET, unix.EPIPE, unix.ENOENT} {
 		cut = cut || errors.Is(err, e)
 	}
 	if b.conn != nil && (cut || !b.conn.Connected()) {
-		b.conn.Close()
-		b.conn, cut = nil, true
+		b.drop()
+		cut = true
 	}
 	return cut
 }
 
-func (b *systemd) connect(ctx context.Context) (err error) {
-	if b.conn == nil {
-		// Its lifetime is not that of the one request.
-		b.conn, err = systemd1.NewSystemdConnectionContext(context.WithoutCancel(ctx))
+func (b *systemd) drop() {
+	if b.conn != nil {
+		b.conn.Close()
+		b.conn = nil
 	}
-	return err
 }
 
-// job makes a request that systemd answers with a job, and waits for its end.
-func (b *systemd) job(name string, f func(ctx context.Context, c *systemd1.Conn, done chan<- string) error) error {
-	return b.call(func(ctx context.Context, c *systemd1.Conn) error {
+// connect makes the connection, if there is none. Who accepts it need not answer, and the library waits for that without
+// an end; but not on what is closed.
+func (b *systemd) connect(ctx context.Context) error {
+	if b.conn != nil {
+		return nil
+	}
+	// Its lifetime is not that of the one request.
+	life, end := context.WithCancel(context.WithoutCancel(ctx))
+	inTime := context.AfterFunc(ctx, end)
+	c, err := systemd1.NewConnection(func() (*dbus.Conn, error) {
+		c, err := dbus.Dial("unix:path="+b.socket, dbus.WithContext(life))
+		if err != nil {
+			return nil, err
+		}
+		if err := c.Auth([]dbus.Auth{dbus.AuthExternal(strconv.Itoa(os.Getuid()))}); err != nil {
+			c.Close()
+			return nil, err
+		}
+		return c, nil
+	})
+	if !inTime() && err == nil {
+		c.Close()
+		err = ctx.Err()
+	}
+	if err != nil {
+		end()
+		return err
+	}
+	b.conn = c
+	return nil
+}
+
+// job makes a request that systemd answers with a job, and waits for its end. A job that has just not ended in time is
+// not asked for again.
+func (b *systemd) job(ctx context.Context, name string, f func(ctx context.Context, c *systemd1.Conn, done chan<- string) error) error {
+	e, began := effect{name, "job"}, time.Now()
+	if v, ok := b.patience.ranOut[e]; ok && began.Before(v.until) {
+		return fmt.Errorf("%s: %w, and is not asked for again yet", name, errRuns)
+	}
+	err := b.call(ctx, func(limited context.Context, c *systemd1.Conn) error {
 		done := make(chan string, 1)
-		if err := f(ctx, c, done); err != nil {
+		if err := f(limited, c, done); err != nil {
 			return err
+		}
+		var late <-chan time.Time
+		if b.patience.left(b.patience.effect, time.Now()) == 0 {
+			late = time.After(b.patience.effect) // enough has been waited for in vain
 		}
 		// The end is not told to who has lost the connection.
 		look := time.NewTicker(100 * time.Millisecond)
@@ -156,11 +233,20 @@ func (b *systemd) job(name string, f func(ctx context.Context, c *systemd1.Conn,
 				if !c.Connected() {
 					return fmt.Errorf("%s: %w", name, dbus.ErrClosed)
 				}
-			case <-ctx.Done():
-				return fmt.Errorf("%s: the job has not ended: %w", name, ctx.Err())
+			case <-late:
+				return fmt.Errorf("%s: %w", name, errRuns)
+			case <-limited.Done():
+				if ctx.Err() != nil {
+					return errStopping
+				}
+				return fmt.Errorf("%s: %w", name, errRuns)
 			}
 		}
 	})
+	if errors.Is(err, errRuns) {
+		b.patience.inVain(e, cause{}, time.Since(began), time.Now())
+	}
+	return err
 }
 
 // unitOf is the unit of a slice of ours.
@@ -189,7 +275,7 @@ func (b *systemd) Ensure(p string, controllers []string) ([]Condition, error) {
 func (b *systemd) start(p string) error {
 	unit := unitOf(p)
 	active := false
-	err := b.call(func(ctx context.Context, c *systemd1.Conn) error {
+	err := b.call(b.asking, func(ctx context.Context, c *systemd1.Conn) error {
 		state, err := c.GetUnitPropertyContext(ctx, unit, "ActiveState")
 		active = err == nil && state.Value.Value() == "active"
 		return err
@@ -197,12 +283,12 @@ func (b *systemd) start(p string) error {
 	if err == nil && active && b.t().has(p, "cgroup.procs") {
 		return nil
 	}
-	err = b.job("start "+unit, func(ctx context.Context, c *systemd1.Conn, done chan<- string) error {
+	err = b.job(b.asking, "start "+unit, func(ctx context.Context, c *systemd1.Conn, done chan<- string) error {
 		_, err := c.StartUnitContext(ctx, unit, "fail", done)
 		return err
 	})
 	if err == nil {
-		err = b.await(p, func() bool { return b.t().has(p, "cgroup.procs") })
+		err = b.await(b.asking, p, "", func() bool { return b.t().has(p, "cgroup.procs") })
 	}
 	if err != nil {
 		return fmt.Errorf("start %s: %w", unit, err)
@@ -234,14 +320,18 @@ func (b *systemd) account(p, controller string) (Condition, bool) {
 	if _, missing := b.t().Shortfall(controller); missing {
 		return Condition{}, true // told for the whole tree
 	}
-	err := b.property(p, property)
+	err := b.property(b.asking, p, property)
 	if err == nil {
-		err = b.await(p, func() bool { return b.t().has(p, file) })
+		err = b.await(b.asking, p, file, func() bool { return b.t().has(p, file) })
 	}
-	if err != nil {
-		return shortfall(typeOf(controller), ReasonControllerNotEnabled, "%s is not available in %s: systemd does not turn it on: %v", controller, unitOf(p), err), false
+	var u *unmet
+	switch {
+	case err == nil:
+		return Condition{}, true
+	case errors.As(err, &u) && u.what == controller: // told once for all that are there
+		return shortfall(typeOf(controller), u.cause.reason, "%s is not available below cgroup %s: systemd does not turn it on there: %s", controller, b.t().path(u.at), u.cause.text), false
 	}
-	return Condition{}, true
+	return shortfall(typeOf(controller), ReasonControllerNotEnabled, "%s is not available in %s: systemd does not turn it on: %v", controller, unitOf(p), err), false
 }
 
 func set(name string, value any) systemd1.Property {
@@ -250,8 +340,8 @@ func set(name string, value any) systemd1.Property {
 
 // property sets properties of a slice of ours, for good; until the next boot where /etc
 // cannot be written.
-func (b *systemd) property(p string, properties ...systemd1.Property) error {
-	return b.call(func(ctx context.Context, c *systemd1.Conn) error {
+func (b *systemd) property(ctx context.Context, p string, properties ...systemd1.Property) error {
+	return b.call(ctx, func(ctx context.Context, c *systemd1.Conn) error {
 		err := c.SetUnitPropertiesContext(ctx, unitOf(p), false, properties...)
 		var answer dbus.Error
 		if errors.As(err, &answer) && answer.Name == "System.Error.EROFS" {
@@ -259,16 +349,6 @@ func (b *systemd) property(p string, properties ...systemd1.Property) error {
 		}
 		return err
 	})
-}
-
-// await waits for an effect: systemd answers before it writes.
-func (b *systemd) await(p string, there func() bool) error {
-	for deadline := time.Now().Add(systemdTimeout); !there(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(deadline) {
-			return fmt.Errorf("cgroup %s does not show it after %v", p, systemdTimeout)
-		}
-	}
-	return nil
 }
 
 // properties are what systemd calls a value; none if it has no name for it.
@@ -330,7 +410,10 @@ func cpuMask(cpus policy.CPUSet) []byte {
 
 func (b *systemd) Set(p string, values []Value) error {
 	if !isSlice(p) {
-		u, ok := b.unitAt(p)
+		u, ok, err := b.unitAt(p)
+		if err != nil {
+			return fmt.Errorf("set values of %s: %w", p, err)
+		}
 		for _, v := range values {
 			named, err := properties(v)
 			if err == nil && ok && len(named) > 0 {
@@ -365,8 +448,8 @@ func (b *systemd) Set(p string, values []Value) error {
 		if err == nil && len(named) == 0 {
 			err = b.files.Set(p, []Value{v})
 		} else if err == nil {
-			if err = b.property(p, named...); err == nil {
-				err = b.await(p, holds)
+			if err = b.property(b.asking, p, named...); err == nil {
+				err = b.awaitValue(p, unitOf(p), v, named, holds)
 			}
 		}
 		if err != nil {
@@ -399,8 +482,8 @@ func (b *systemd) Release(all []Cgroup) {
 			for _, o := range ours {
 				back = append(back, set(o.property, unset))
 			}
-			_ = b.property(c.Path, back...)
-			_ = b.property(c.Path, set("AllowedCPUs", cpuMask(nil))) // systemd 244, so by itself
+			_ = b.property(b.givingBack, c.Path, back...)
+			_ = b.property(b.givingBack, c.Path, set("AllowedCPUs", cpuMask(nil))) // systemd 244, so by itself
 			b.forget(c.Path)
 		}
 	}
@@ -469,13 +552,13 @@ func (b *systemd) Remove(p string) error {
 	if err == nil && !strings.Contains(events, "populated 0") {
 		return fmt.Errorf("remove %s: %w", unitOf(p), ErrBusy)
 	}
-	err = b.job("stop "+unitOf(p), func(ctx context.Context, c *systemd1.Conn, done chan<- string) error {
+	err = b.job(b.givingBack, "stop "+unitOf(p), func(ctx context.Context, c *systemd1.Conn, done chan<- string) error {
 		_, err := c.StopUnitContext(ctx, unitOf(p), "fail", done)
 		return err
 	})
 	if err == nil {
 		b.forget(p)
-		err = b.await(p, func() bool { return !b.t().has(p, "cgroup.procs") })
+		err = b.await(b.givingBack, p, "", func() bool { return !b.t().has(p, "cgroup.procs") })
 	}
 	if err != nil {
 		if b.t().has(p, "cgroup.procs") {
@@ -494,7 +577,7 @@ func (b *systemd) Enter(slice string) (string, error) {
 	var err error
 	for try := range enterTries {
 		name := leafNameOf(try)
-		err = b.job("start "+name, func(ctx context.Context, c *systemd1.Conn, done chan<- string) error {
+		err = b.job(b.asking, "start "+name, func(ctx context.Context, c *systemd1.Conn, done chan<- string) error {
 			_, err := c.StartTransientUnitContext(ctx, name, "fail", []systemd1.Property{
 				systemd1.PropDescription("command of bulkhead exec"), systemd1.PropSlice(unitOf(slice)),
 				set("PIDs", []uint32{0}), // the asker, in whatever pid namespace
@@ -541,7 +624,7 @@ func (b *systemd) Move(leaf string, pid int) error {
 				break
 			}
 		}
-		err = b.job("start "+unit, func(ctx context.Context, c *systemd1.Conn, done chan<- string) error {
+		err = b.job(b.asking, "start "+unit, func(ctx context.Context, c *systemd1.Conn, done chan<- string) error {
 			_, err := c.StartTransientUnitContext(ctx, unit, "fail", []systemd1.Property{
 				systemd1.PropDescription("processes that match bulkhead's policy"), systemd1.PropSlice(unitOf(slice)),
 				set("PIDs", []uint32{uint32(pid)}),

@@ -208,7 +208,7 @@ func openTree(dir string, mounts []mount) (*Tree, error) {
 		}
 		t.Level = strings.Count(t.abs, "/")
 		if t.Manager = t.manager(); t.Manager.Name == "systemd" {
-			t.Backend = &systemd{files: cgroupfs{t}}
+			t.Backend = newSystemd(t, privateSocket, usualLimits())
 		}
 		return t, nil
 	}
@@ -229,6 +229,10 @@ func stat(p string) (unix.Statx_t, error) {
 	}
 	return st, nil
 }
+
+// Interrupt makes what the tree waits for end soon, and all that is asked of it from now on: whoever has it stops. It may be
+// called by any goroutine.
+func (t *Tree) Interrupt() { t.Backend.Interrupt() }
 
 // path gives the host path of a cgroup. A ".." never leads out of the tree.
 func (t *Tree) path(p string) string {

@@ -84,29 +84,30 @@ func unitNameOf(p string) (unit, iface string, ok bool) {
 type unit struct{ name, iface, dir string }
 
 // unitAt is the unit of somebody else whose cgroup is p: systemd says so itself. What it
-// said of a cgroup is true for as long as the cgroup exists.
-func (b *systemd) unitAt(p string) (unit, bool) {
+// said of a cgroup is true for as long as the cgroup exists. The error is of a systemd that does
+// not answer: then it is not known what the cgroup is.
+func (b *systemd) unitAt(p string) (unit, bool, error) {
 	name, iface, ok := unitNameOf(p)
 	if !ok {
-		return unit{}, false
+		return unit{}, false, nil
 	}
 	c, err := b.t().Get(p)
 	if err != nil {
-		return unit{}, false
+		return unit{}, false, nil
 	}
 	b.look.Lock()
 	defer b.look.Unlock()
 	u, known := b.units[c.ID]
 	if !known {
-		at, err := b.get(name, iface, "ControlGroup")
+		at, err := b.get(b.asking, name, iface, "ControlGroup")
 		if err != nil {
-			return unit{}, false // asked again
+			return unit{}, false, unanswered(err) // asked again
 		}
 		if at.Value() == p {
 			u = unit{name, iface, runtimeDirs[0]}
-			transient, err := b.get(name, "Unit", "Transient")
+			transient, err := b.get(b.asking, name, "Unit", "Transient")
 			if err != nil {
-				return unit{}, false
+				return unit{}, false, unanswered(err)
 			}
 			if transient.Value() == true {
 				u.dir = runtimeDirs[1]
@@ -118,12 +119,21 @@ func (b *systemd) unitAt(p string) (unit, bool) {
 		}
 		b.units[c.ID] = u
 	}
-	return u, u.name != ""
+	return u, u.name != "", nil
+}
+
+// unanswered is an error that is not systemd's own answer.
+func unanswered(err error) error {
+	var answer dbus.Error
+	if errors.As(err, &answer) {
+		return nil
+	}
+	return err
 }
 
 // get reads a property of a unit.
-func (b *systemd) get(unit, iface, property string) (value dbus.Variant, err error) {
-	err = b.call(func(ctx context.Context, c *systemd1.Conn) error {
+func (b *systemd) get(ctx context.Context, unit, iface, property string) (value dbus.Variant, err error) {
+	err = b.call(ctx, func(ctx context.Context, c *systemd1.Conn) error {
 		p, err := c.GetUnitTypePropertyContext(ctx, unit, iface, property)
 		if err == nil {
 			value = p.Value
@@ -133,14 +143,14 @@ func (b *systemd) get(unit, iface, property string) (value dbus.Variant, err err
 	return value, err
 }
 
-func (b *systemd) Keeps(p, file string) bool {
+func (b *systemd) Keeps(p, file string) (bool, error) {
 	// Which value does not matter here; one that cannot be written still has its name.
 	named, _ := properties(Value{file, "max"})
 	if len(named) == 0 {
-		return false
+		return false, nil
 	}
-	_, ok := b.unitAt(p)
-	return ok
+	_, ok, err := b.unitAt(p)
+	return ok, err
 }
 
 // setUnit sets a value of a unit of somebody else's.
@@ -165,7 +175,7 @@ func (b *systemd) setUnit(p string, u unit, v Value, named []systemd1.Property) 
 		return nil
 	}
 	for _, n := range named {
-		now, err := b.get(u.name, u.iface, n.Name)
+		now, err := b.get(b.asking, u.name, u.iface, n.Name)
 		if err != nil {
 			return err
 		}
@@ -195,7 +205,7 @@ func (b *systemd) setUnit(p string, u unit, v Value, named []systemd1.Property) 
 	if err := r.save(); err != nil {
 		return err
 	}
-	err = b.call(func(ctx context.Context, c *systemd1.Conn) error {
+	err = b.call(b.asking, func(ctx context.Context, c *systemd1.Conn) error {
 		return c.SetUnitPropertiesContext(ctx, u.name, true, named...)
 	})
 	if err != nil {
@@ -215,7 +225,7 @@ func (b *systemd) setUnit(p string, u unit, v Value, named []systemd1.Property) 
 		return err
 	}
 	there := func() bool { return b.t().has(p, "cgroup.procs") }
-	err = b.await(p, func() bool { return holds() || !there() })
+	err = b.awaitValue(p, u.name, v, named, func() bool { return holds() || !there() })
 	if err == nil && !there() {
 		err = fs.ErrNotExist // it has stopped meanwhile
 	}
@@ -242,7 +252,7 @@ func readRecord(dir string) (*unitRecord, error) {
 // again by a name that is read last.
 func (b *systemd) overrule(r *unitRecord, property string, text *string) error {
 	file, last := r.dropInFile(property), r.lastFile(property)
-	others, err := b.get(r.Unit, "Unit", "DropInPaths")
+	others, err := b.get(b.asking, r.Unit, "Unit", "DropInPaths")
 	if err != nil {
 		return err
 	}
@@ -334,9 +344,14 @@ func remove(file string) error {
 	return nil
 }
 
+// unfinished is where a file is written first: a name that is ours, for sweep, and that systemd does not read.
+func unfinished(file string) string {
+	return filepath.Join(filepath.Dir(file), "bulkhead-"+filepath.Base(file)+".new")
+}
+
 // replaceFile writes a file in one step, so that nobody reads half of it.
 func replaceFile(file string, text []byte) error {
-	tmp := file + ".new"
+	tmp := unfinished(file)
 	err := os.WriteFile(tmp, text, 0o644)
 	if err == nil {
 		err = os.Rename(tmp, file)
@@ -347,7 +362,21 @@ func replaceFile(file string, text []byte) error {
 	return err
 }
 
+// sweep removes what an agent that was killed has not finished writing, and the directories if that was all.
+func sweep(dirs ...string) {
+	for _, dir := range dirs {
+		for _, name := range []string{"bulkhead*.new", "zz-bulkhead-*.new"} {
+			files, _ := filepath.Glob(filepath.Join(dir, "*.d", name))
+			for _, file := range files {
+				_ = os.Remove(file)
+				_ = os.Remove(filepath.Dir(file))
+			}
+		}
+	}
+}
+
 func (b *systemd) Restore(wanted map[string][]Value) []Condition {
+	sweep(runtimeDirs[:]...)
 	var conds []Condition
 	for _, dir := range runtimeDirs {
 		files, _ := filepath.Glob(filepath.Join(dir, "*.d", recordName))
@@ -396,7 +425,7 @@ func (b *systemd) giveBackOne(r *unitRecord, name string) error {
 	if err != nil {
 		return err
 	}
-	now, err := b.get(r.Unit, r.Iface, name)
+	now, err := b.get(b.givingBack, r.Unit, r.Iface, name)
 	if err != nil && !noSuchUnit(err) {
 		return err
 	}
@@ -412,7 +441,7 @@ func (b *systemd) giveBackOne(r *unitRecord, name string) error {
 		if err := r.save(); err != nil {
 			return err
 		}
-		err = b.call(func(ctx context.Context, c *systemd1.Conn) error {
+		err = b.call(b.givingBack, func(ctx context.Context, c *systemd1.Conn) error {
 			return c.SetUnitPropertiesContext(ctx, r.Unit, true, systemd1.Property{Name: name, Value: was})
 		})
 		if err != nil && !noSuchUnit(err) {

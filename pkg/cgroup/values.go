@@ -250,19 +250,29 @@ func (t *Tree) setForeign(p string, f *policy.Feature) (safe []Value, refused []
 	}
 
 	// First on record, then changed: a crash in between costs nothing.
+	var unknown []Value
 	for _, v := range want {
-		if t.Backend.Keeps(p, v.File) {
+		keeps, err := t.Backend.Keeps(p, v.File)
+		if err != nil {
+			unknown = append(unknown, v)
+			conds = append(conds, shortfall(typeOf(v.File), ReasonWriteFailed, "%s of cgroup %s is left alone: %v", v.File, t.path(p), err))
+			continue
+		}
+		if keeps {
 			safe = append(safe, v)
 			// Of a release that wrote into the file.
 			for _, f := range []string{v.File, pair(v.File)} {
-				if _, ok := kept[f]; ok && t.Backend.Keeps(p, f) {
+				if _, ok := kept[f]; !ok {
+					continue
+				}
+				if keeps, err := t.Backend.Keeps(p, f); keeps && err == nil {
 					delete(kept, f)
 					conds = append(conds, t.forgetOriginal(p, f)...)
 				}
 			}
 			continue
 		}
-		err := t.keep(p, v.File, kept)
+		err = t.keep(p, v.File, kept)
 		switch {
 		case err == nil:
 			safe = append(safe, v)
@@ -270,7 +280,7 @@ func (t *Tree) setForeign(p string, f *policy.Feature) (safe []Value, refused []
 			conds = append(conds, shortfall(typeOf(v.File), ReasonOriginalUnsafe, "%s of cgroup %s is left alone: %v", v.File, t.path(p), err))
 		}
 	}
-	back := released(kept, safe)
+	back := released(kept, slices.Concat(safe, unknown))
 	refused, cs := t.set(p, over(back, safe))
 	conds = append(conds, cs...)
 	conds = append(conds, t.elsewhere(p, f)...)
@@ -285,13 +295,21 @@ func (t *Tree) setForeign(p string, f *policy.Feature) (safe []Value, refused []
 			conds = append(conds, t.forgetOriginal(p, "cpu.weight")...)
 		}
 	}
+	// It is still wanted, also by Restore.
+	for _, v := range unknown {
+		safe, refused = append(safe, v), append(refused, v.File)
+	}
 	return safe, refused, conds
 }
 
 // can reports whether a file of a cgroup of others can have a value: it is there, or the
 // back end has a name for it and gets the controller with the value.
 func (t *Tree) can(p, file string) bool {
-	return t.has(p, file) || t.has(policy.ParentSlice, file) && t.Backend.Keeps(p, file)
+	if t.has(p, file) || !t.has(policy.ParentSlice, file) {
+		return t.has(p, file)
+	}
+	keeps, err := t.Backend.Keeps(p, file)
+	return keeps || err != nil // which is told where it is to be set
 }
 
 func (t *Tree) forgetOriginal(p, file string) []Condition {
@@ -323,8 +341,15 @@ func pair(file string) string {
 func (t *Tree) keep(p, file string, kept map[string]string) error {
 	// cpu.weight first: once cpu.idle is written it cannot be read any more.
 	for _, f := range []string{pair(file), file} {
-		if _, ok := kept[f]; ok || f == "" || !t.has(p, f) || f != file && t.Backend.Keeps(p, f) {
+		if _, ok := kept[f]; ok || f == "" || !t.has(p, f) {
 			continue
+		}
+		if f != file {
+			if keeps, err := t.Backend.Keeps(p, f); err != nil {
+				return err
+			} else if keeps {
+				continue
+			}
 		}
 		now, err := t.read(p, f)
 		if err != nil {
@@ -379,7 +404,7 @@ func (t *Tree) unwritable(p string, f *policy.Feature, has func(string) bool, fo
 			conds = append(conds, shortfall(typ, ReasonControllerNotInKernel, "this kernel has no %s", v.File))
 		}
 	}
-	return dedupe(conds)
+	return Distinct(conds)
 }
 
 // lacks is the condition of an adopted cgroup without a controller. Turning it
@@ -415,7 +440,11 @@ func (t *Tree) set(p string, values []Value) (refused []string, conds []Conditio
 					return refused, nil
 				}
 			}
-			refused, conds = append(refused, v.File), append(conds, shortfall(typeOf(v.File), ReasonWriteFailed, "%v", err))
+			reason := ReasonWriteFailed
+			if u := (*unmet)(nil); errors.As(err, &u) {
+				reason = u.reason
+			}
+			refused, conds = append(refused, v.File), append(conds, shortfall(typeOf(v.File), reason, "%v", err))
 		}
 	}
 	return refused, conds

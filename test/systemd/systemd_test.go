@@ -277,6 +277,8 @@ func TestExec(t *testing.T) {
 
 // status is of status -o json what is looked at here.
 type status struct {
+	Agent        struct{ Running bool }
+	Conditions   []struct{ Reason, Message string }
 	Compartments []struct {
 		Feature         string
 		Processes       int
