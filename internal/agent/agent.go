@@ -102,9 +102,9 @@ type agent struct {
 	// at last, litter that it had cgroups of ours to remove.
 	unwatched, litter bool
 	lookedAt          time.Time
-	// setupLook is when cgroups are looked at whose values wait, setupPause what was waited last.
-	setupLook  <-chan time.Time
-	setupPause time.Duration
+	// waitLook is when cgroups are looked at whose values wait, waitPause what was waited last.
+	waitLook  <-chan time.Time
+	waitPause time.Duration
 	// expireAt is when UDP slots are looked at again.
 	expireAt time.Time
 	// detached: bulkhead detach has asked it to stop.
@@ -337,8 +337,8 @@ func (a *agent) loop(ctx context.Context, requests <-chan request, contents <-ch
 			if look == nil {
 				look = time.After(time.Until(a.lookedAt.Add(apart)))
 			}
-		case <-a.setupLook:
-			a.setUp()
+		case <-a.waitLook:
+			a.setWaiting()
 		case <-a.runtimes.wake():
 			if look == nil {
 				look = time.After(time.Until(a.lookedAt.Add(apart)))

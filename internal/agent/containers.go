@@ -38,7 +38,7 @@ type runtimes struct {
 }
 
 // follow asks the runtimes if the plan matches containers, and waits for their first answers.
-func (r *runtimes) follow(plan *policy.Plan) {
+func (r *runtimes) follow(ctx context.Context, plan *policy.Plan) {
 	if plan == nil || !cgroup.AsksContainers(plan) {
 		r.close()
 		return
@@ -46,7 +46,7 @@ func (r *runtimes) follow(plan *policy.Plan) {
 	if r.watcher == nil {
 		r.watcher = containers.Watch(r.sockets, r.log)
 	}
-	limited, cancel := context.WithTimeout(context.Background(), settleLimit)
+	limited, cancel := context.WithTimeout(ctx, settleLimit)
 	defer cancel()
 	r.watcher.Settled(limited)
 }

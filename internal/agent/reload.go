@@ -165,7 +165,7 @@ func (a *agent) commit(ctx context.Context, plan *policy.Plan) (err error) {
 	defer func() {
 		if err != nil {
 			a.rollBackSlices()
-			a.runtimes.follow(a.plan)
+			a.runtimes.follow(ctx, a.plan)
 			a.lookedAt = time.Time{}
 		}
 	}()
@@ -175,7 +175,7 @@ func (a *agent) commit(ctx context.Context, plan *policy.Plan) (err error) {
 	if ctx.Err() != nil {
 		return errors.New("the agent is stopping")
 	}
-	a.runtimes.follow(plan)
+	a.runtimes.follow(ctx, plan)
 	all, err := a.tree.Walk()
 	if err != nil {
 		return err
@@ -255,29 +255,29 @@ func (a *agent) settle(p placement) {
 		a.unread = []cgroup.Condition{condition(cgroup.TypeCPU, cgroup.ReasonWriteFailed, err)}
 	}
 	a.groups.Store(&groups{plan: a.plan, list: p.groups})
-	a.setupPause = 0
-	a.awaitSetup()
+	a.waitPause = 0
+	a.awaitRuntimes()
 }
 
 const (
-	// setupSoonest and setupLatest are between looks at cgroups that a container runtime sets up.
-	setupSoonest = 20 * time.Millisecond
-	setupLatest  = time.Second
+	// waitSoonest and waitLatest are between looks at cgroups that a container runtime sets up.
+	waitSoonest = 20 * time.Millisecond
+	waitLatest  = time.Second
 )
 
-// awaitSetup has cgroups looked at again whose values wait for a container runtime.
-func (a *agent) awaitSetup() {
-	a.setupLook = nil
+// awaitRuntimes has cgroups looked at again whose values wait for a container runtime.
+func (a *agent) awaitRuntimes() {
+	a.waitLook = nil
 	if a.keeper.Waiting() {
-		a.setupPause = min(max(setupSoonest, 2*a.setupPause), setupLatest)
-		a.setupLook = time.After(a.setupPause)
+		a.waitPause = min(max(waitSoonest, 2*a.waitPause), waitLatest)
+		a.waitLook = time.After(a.waitPause)
 	}
 }
 
-// setUp sets the values of cgroups that have waited long enough.
-func (a *agent) setUp() {
+// setWaiting sets the values of cgroups that have waited long enough.
+func (a *agent) setWaiting() {
 	if !a.keeper.Ready() {
-		a.awaitSetup()
+		a.awaitRuntimes()
 		return
 	}
 	a.settle(a.placement)
