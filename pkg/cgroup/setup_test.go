@@ -7,6 +7,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"bulkhead/pkg/policy"
 )
@@ -108,6 +109,19 @@ func TestValuesWaitForRuntime(t *testing.T) {
 	_, conds, err := tree.Remove()
 	noConditions(t, conds, err)
 	wantFiles(t, tree, "/web", map[string]string{"cpu.idle": "0", "cpu.weight": "39"})
+
+	// A container's own has a weight instead, so that its runtime can write it later too.
+	own := mkdir(t, tree, "/web-1/"+strings.Repeat("ab", 32))
+	must(t, tree.write("/web-1", "cgroup.subtree_control", "+cpu"))
+	start(t, tree, own.Path, "hold")
+	all := plan(policy.Enforce, nil, feature("batch", &policy.CPU{Idle: true}, nil, policy.Match{Cgroup: "/web-1/*"}))
+	k = NewKeeper(tree)
+	keeping(t, k, all)
+	wantFiles(t, tree, own.Path, map[string]string{"cpu.idle": "0", "cpu.weight": "1"})
+	must(t, tree.write(own.Path, "cpu.weight", "39"))
+	wantPut(t, "the runtime's", k.Check(time.Now().Add(CheckEvery)), Correction{Feature: "batch", Path: own.Path, File: "cpu.weight", Was: "39", Now: "1"})
+	_, conds, err = tree.Remove()
+	noConditions(t, conds, err)
 
 	// One that was there before the plan does not wait, and one that goes is not waited for.
 	mkdir(t, tree, "/web-old")

@@ -228,6 +228,18 @@ func (t *Tree) setOwn(p string, f *policy.Feature) (values []Value, refused []st
 	return values, refused, append(conds, t.elsewhere(p, f)...)
 }
 
+// neverIdle has weight 1 in place of cpu.idle, for a container's cgroup: its runtime writes cpu.weight there whenever it
+// is told to change anything (docker update), which the kernel refuses while the cgroup is idle (EINVAL).
+func neverIdle(f *policy.Feature) *policy.Feature {
+	if f.CPU == nil || !f.CPU.Idle {
+		return f
+	}
+	cpu, g := *f.CPU, *f
+	cpu.Idle, cpu.Weight = false, 1
+	g.CPU = &cpu
+	return &g
+}
+
 // setForeign does for a cgroup of somebody else's what setOwn does, keeps what it replaces, and
 // puts back what the plan no longer asks for. What the back end keeps is put back by it
 // (Backend.Restore).
@@ -242,6 +254,9 @@ func (t *Tree) setForeign(p string, f *policy.Feature) (safe []Value, refused []
 	var want []Value
 	has := func(file string) bool { return t.can(p, file) }
 	if f != nil {
+		if containerOf(path.Base(p)) != "" {
+			f = neverIdle(f)
+		}
 		want = Values(f.CPU, f.Memory, f.Pids, has)
 		conds = t.unwritable(p, f, has, true)
 	}
