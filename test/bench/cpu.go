@@ -57,14 +57,14 @@ const (
 // cpuSection runs test/cpu's benchmark in virtual machines.
 func cpuSection(ctx context.Context, o options) ([]cpuRow, error) {
 	progress("cpu: boot kernels (%s)", o.kernels)
-	machine := []string{"-virtual"}
-	if o.ordinary {
-		machine = []string{"-smp", "2"}
+	machine := []string{"-smp", fmt.Sprint(o.cpus)}
+	if !o.ordinary {
+		machine = append(machine, "-virtual")
 	}
 	cmd := exec.CommandContext(ctx, o.rig, append(machine, "-kernel", o.kernels, "-jobs", fmt.Sprint(o.jobs), "-timeout", "90m",
 		"-file", o.binary+":/bin/bulkhead", "-file", o.cpuTest+":/bin/cpu.test",
-		"--", "/bin/busybox", "env", "BULKHEAD_CPU_CASES="+o.cases,
-		"/bin/cpu.test", "-test.run", "^$", "-test.bench", ".", "-test.benchtime", "1x", "-test.timeout", "90m")...)
+		"--", "/bin/busybox", "env", "BULKHEAD_CPU_CASES="+o.cases, "BULKHEAD_CPU_ROUNDS="+fmt.Sprint(o.cpuRounds),
+		"/bin/cpu.test", "-test.run", "^$", "-test.bench", "/^("+strings.ReplaceAll(o.parsers, ",", "|")+")$", "-test.benchtime", "1x", "-test.timeout", "90m")...)
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGINT) }
 	cmd.WaitDelay = 10 * time.Second
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}

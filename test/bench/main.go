@@ -40,6 +40,9 @@ type options struct {
 	rig, cpuTest string // test/vm and test/cpu, built
 	kernels      string
 	cases        string
+	parsers      string
+	cpuRounds    int
+	cpus         int
 	ordinary     bool
 	jobs         int
 }
@@ -66,7 +69,10 @@ func parseOptions(args []string) (options, error) {
 	f.StringVar(&o.rig, "rig", "bin/vm", "cpu: test/vm")
 	f.StringVar(&o.cpuTest, "cpu-test", "bin/cpu.test", "cpu: the test binary of test/cpu, static and with the tag vm")
 	f.StringVar(&o.kernels, "kernels", "all", "cpu: kernels to boot, comma-separated: 6.1, 6.12, newest, or all")
-	f.BoolVar(&o.ordinary, "ordinary", false, "cpu: in ordinary time on two CPUs in place of virtual time on one; only on an idle machine with two processors to spare")
+	f.BoolVar(&o.ordinary, "ordinary", false, "cpu: in ordinary time in place of virtual time; only on an idle machine with a processor for each of -cpus")
+	f.IntVar(&o.cpus, "cpus", 1, "cpu: CPUs of the virtual machine; several in virtual time take QEMU 10")
+	f.StringVar(&o.parsers, "parsers", "8,64", "cpu: numbers of parsers, of 8 and 64")
+	f.IntVar(&o.cpuRounds, "cpu-rounds", 1, "cpu: turns of every case, whose requests are put together")
 	f.StringVar(&o.cases, "cases", ".", "cpu: only the cases whose names this expression matches")
 	f.IntVar(&o.jobs, "jobs", 2, "cpu: kernels to run at the same time")
 	if err := f.Parse(args); err != nil {

@@ -116,7 +116,7 @@ func (r *report) appliesTable(w io.Writer) {
 }
 
 func (r *report) cpuTable(w io.Writer) {
-	fmt.Fprintln(w, "CPU, virtual time\tCPUs\tparsers\thandler\trequests\tp50 ms\tp95 ms\tp99 ms\tp95 x alone\tp99 x SCHED_FIFO\tdocuments/s\tof the machine, handler idle\t")
+	fmt.Fprintln(w, "CPU\tCPUs\tparsers\thandler\trequests\tp50 ms\tp95 ms\tp99 ms\tp95 x alone\tp99 x SCHED_FIFO\tdocuments/s\tof the machine, handler idle\t")
 	fifo := map[cpuRow]float64{}
 	for _, c := range r.CPU {
 		if c.Case == caseFIFO {

@@ -17,9 +17,11 @@
 // and the last lines. A test binary that ran no test is a failure too. The
 // exit code is 0 if all kernels passed, 1 if one did not, 2 for wrong use.
 //
-// -virtual makes the guest's clock count instructions (one CPU, one
-// nanosecond each, idle time skipped), so that scheduling latency is the same
-// on a busy and an idle host. Two virtual CPUs would distort it.
+// -virtual makes the guest's clock count instructions (one nanosecond each, idle
+// time skipped), so that scheduling latency is the same on a busy and an idle
+// host. There is one CPU then, unless -smp says more, which takes QEMU 10: they
+// take turns, and the clock counts what all of them do, so that each of two that
+// are busy has half of the speed of one that is alone.
 //
 // -system boots an installed Debian from a disk instead, with systemd as init and
 // its own kernel; the commands run as a service of it, once all else is up. With

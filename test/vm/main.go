@@ -71,9 +71,9 @@ func parseOptions(args []string) (options, error) {
 	f.StringVar(&names, "kernel", names, "kernels to boot, comma-separated: 6.1, 6.12, newest, or all")
 	f.StringVar(&systems, "system", "", "boot an installed Debian with systemd and its own kernel: 12, 13, or all; -kernel is not heeded")
 	f.IntVar(&o.machine.boots, "boots", 1, "with -system: run the commands so many times, with a reboot in between; $BULKHEAD_BOOT counts from 1")
-	f.IntVar(&o.machine.cpus, "smp", 2, "virtual CPUs")
+	f.IntVar(&o.machine.cpus, "smp", 0, "virtual CPUs: 2, or 1 with -virtual, if it is not said")
 	f.IntVar(&o.machine.memoryMiB, "memory", 2048, "the guest's memory in MiB")
-	f.BoolVar(&o.machine.virtual, "virtual", false, "virtual time: one CPU whose clock counts instructions")
+	f.BoolVar(&o.machine.virtual, "virtual", false, "virtual time: a clock that counts instructions; several CPUs take QEMU 10")
 	f.DurationVar(&o.machine.timeout, "timeout", 5*time.Minute, "host time for each kernel")
 	f.StringVar(&o.run, "run", "", "run only tests that match this expression")
 	f.StringVar(&o.skip, "skip", "", "leave out tests that match this expression")
@@ -97,6 +97,12 @@ func parseOptions(args []string) (options, error) {
 		return o, fmt.Errorf("%w: %w", errUsage, err)
 	}
 	o.packages = f.Args()
+	if o.machine.cpus == 0 {
+		o.machine.cpus = 2
+		if o.machine.virtual {
+			o.machine.cpus = 1
+		}
+	}
 	var err error
 	if o.targets, err = targets(names, systems); err != nil {
 		return o, err
@@ -151,6 +157,11 @@ func rig(ctx context.Context, args []string, out io.Writer) error {
 		return err
 	}
 	defer os.RemoveAll(tmp)
+	if o.machine.virtual && o.machine.cpus > 1 {
+		if err := fairTurns(ctx); err != nil {
+			return err
+		}
+	}
 	commands, binaries, err := buildTests(ctx, tmp, o)
 	if err != nil {
 		return err

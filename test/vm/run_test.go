@@ -7,6 +7,21 @@ import (
 	"testing"
 )
 
+// TestFairTurns: with an emulator whose CPUs do not take turns nothing is measured on several.
+func TestFairTurns(t *testing.T) {
+	for says, want := range map[string]error{
+		"QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18)\nCopyright": errUnfair,
+		"QEMU emulator version 10.0.13 (Debian 1:10.0.13+ds-0+deb13u1)\n":        nil,
+	} {
+		if err := fair(says); !errors.Is(err, want) {
+			t.Errorf("%q: got %v, want %v", says, err, want)
+		}
+	}
+	if fair("something else") == nil {
+		t.Error("something else is taken for a version")
+	}
+}
+
 // TestVerdict: only a complete and good report passes.
 func TestVerdict(t *testing.T) {
 	test := command{args: []string{"/bin/x.test"}, test: "x"}
