@@ -549,3 +549,30 @@ func TestUnknownUser(t *testing.T) {
 	}
 	wantCondition(t, pl.Conditions(), TypePlacement, ReasonUnknownUser, "no-such-user-here", "chat")
 }
+
+// What a look at a process costs that none of 200 items matches, by executable and by command line:
+// each program that begins on the node is looked at.
+func BenchmarkLook(b *testing.B) {
+	tree := testTree(b)
+	for key, m := range map[string]func(i int) policy.Match{
+		"exe":         func(i int) policy.Match { return policy.Match{Exe: fmt.Sprintf("/opt/features/f%d/bin/worker", i)} },
+		"exe, a glob": func(i int) policy.Match { return policy.Match{Exe: fmt.Sprintf("/opt/features/f%d/bin/*", i)} },
+		"cmdline":     func(i int) policy.Match { return policy.Match{Cmdline: fmt.Sprintf("--feature=f%d( |$)", i)} },
+		"user":        func(i int) policy.Match { return policy.Match{User: strconv.Itoa(70000 + i)} },
+	} {
+		b.Run(key, func(b *testing.B) {
+			var features []policy.Feature
+			for i := range 200 {
+				features = append(features, feature(fmt.Sprintf("f%d", i), nil, nil, m(i)))
+			}
+			p := NewPlacer(tree, plan(policy.Enforce, nil, features...))
+			parent := os.Getppid()
+			for b.Loop() {
+				p.Look(parent)
+			}
+			if p.Counts().Moved > 0 || len(p.followed) > 0 {
+				b.Fatal("it matches")
+			}
+		})
+	}
+}

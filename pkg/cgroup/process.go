@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync"
 
 	"golang.org/x/sys/unix"
 )
@@ -25,6 +26,9 @@ type process struct {
 	start uint64
 	// dead: its first thread has ended. Others may go on, and then it is alive.
 	dead bool
+	// What it is, as it was when an item asked first: a policy may have hundreds.
+	executable, line func() (string, error)
+	user             func() (uint32, error)
 }
 
 // processOf reads a process. The error is ErrGone if there is none, and
@@ -54,6 +58,7 @@ func processOf(pid int) (process, error) {
 	if p.dead && len(p.threads()) == 0 {
 		return p, fmt.Errorf("process %d: %w", pid, ErrGone) // nobody has asked how it ended, yet
 	}
+	p.executable, p.line, p.user = sync.OnceValues(p.exe), sync.OnceValues(p.cmdline), sync.OnceValues(p.uid)
 	return p, nil
 }
 
@@ -142,17 +147,17 @@ func (it item) matchesProcess(p process) (bool, error) {
 		if !it.known {
 			return false, nil
 		}
-		if uid, err := p.uid(); err != nil || uid != it.uid {
+		if uid, err := p.user(); err != nil || uid != it.uid {
 			return false, err
 		}
 	}
 	if it.Exe != "" {
-		if exe, err := p.exe(); err != nil || !match(it.Exe, exe) {
+		if exe, err := p.executable(); err != nil || !match(it.Exe, exe) {
 			return false, err
 		}
 	}
 	if it.cmdline != nil {
-		if line, err := p.cmdline(); err != nil || !it.cmdline.MatchString(line) {
+		if line, err := p.line(); err != nil || !it.cmdline.MatchString(line) {
 			return false, err
 		}
 	}
