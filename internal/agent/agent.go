@@ -455,7 +455,7 @@ func (a *agent) sources() metrics.Sources {
 func readCPU(tree *cgroup.Tree, g *groups) ([]metrics.Cgroup, error) {
 	var out []metrics.Cgroup
 	for _, c := range g.list {
-		stat, err := tree.Stat(c.Path)
+		stat, err := tree.Used(c.Path)
 		if errors.Is(err, cgroup.ErrGone) {
 			continue
 		}

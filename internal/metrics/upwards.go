@@ -28,8 +28,8 @@ type compartment struct{ feature, tenant string }
 type Cgroup struct {
 	Feature, Tenant string
 	ID              uint64
-	Path            string // below the agent's cgroup root, "/a/b"
-	Stat            cgroup.Stat
+	Path            string      // below the agent's cgroup root, "/a/b"
+	Stat            cgroup.Stat // what Tree.Used reads
 }
 
 // ledger sums what the cgroups of a compartment use, over the time that this

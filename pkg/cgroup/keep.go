@@ -1,14 +1,9 @@
 package cgroup
 
 import (
-	"errors"
 	"maps"
-	"path"
 	"slices"
-	"strings"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"bulkhead/pkg/policy"
 )
@@ -255,22 +250,8 @@ func (k *Keeper) changed(g *kept) (changed, lost, came bool) {
 	return changed, lost, came
 }
 
-// reads gives what a file reads, and whether that is as it should be. It does less than os.ReadFile, which
-// takes twice the time: this is done for every value every ten seconds.
+// reads gives what a file reads, and whether that is as it should be.
 func (k *Keeper) reads(g *kept, v Value) (string, bool) {
-	fd, err := unix.Open(path.Join(k.tree.Dir, g.Path, v.File), unix.O_RDONLY|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return "", false
-	}
-	defer unix.Close(fd)
-	var buf [1024]byte // a list of CPUs may be long
-	n, err := unix.Read(fd, buf[:])
-	for errors.Is(err, unix.EINTR) {
-		n, err = unix.Read(fd, buf[:])
-	}
-	if err != nil {
-		return "", false
-	}
-	now := strings.TrimSuffix(string(buf[:n]), "\n")
-	return now, k.tree.given(v, now)
+	now, err := k.tree.read(g.Path, v.File)
+	return now, err == nil && k.tree.given(v, now)
 }

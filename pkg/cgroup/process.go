@@ -35,7 +35,7 @@ type process struct {
 // errKernel for a thread of the kernel, which no cgroup may have.
 func processOf(pid int) (process, error) {
 	p := process{pid: pid}
-	b, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "stat"))
+	b, err := readFile(filepath.Join("/proc", strconv.Itoa(pid), "stat"))
 	if err != nil {
 		return p, lost(pid, err)
 	}
@@ -118,7 +118,7 @@ func (p process) exe() (string, error) {
 
 // cmdline are its arguments, joined by spaces.
 func (p process) cmdline() (string, error) {
-	b, err := os.ReadFile(p.dir() + "/cmdline")
+	b, err := readFile(p.dir() + "/cmdline")
 	if err != nil {
 		return "", lost(p.pid, err)
 	}
@@ -128,7 +128,7 @@ func (p process) cmdline() (string, error) {
 // uid is its effective user. The owner of its directory is another where it
 // may not be dumped (proc(5)).
 func (p process) uid() (uint32, error) {
-	b, err := os.ReadFile(p.dir() + "/status")
+	b, err := readFile(p.dir() + "/status")
 	if err != nil {
 		return 0, lost(p.pid, err)
 	}

@@ -109,6 +109,9 @@ func TestStatThreaded(t *testing.T) {
 
 func TestStatGone(t *testing.T) {
 	tree := testTree(t)
+	if s, err := tree.Used("/x"); !errors.Is(err, ErrGone) {
+		t.Errorf("used: %+v, %v", s, err)
+	}
 	if s, err := tree.Stat("/x"); !errors.Is(err, ErrGone) {
 		t.Errorf("%+v, %v", s, err)
 	}
@@ -174,6 +177,12 @@ func TestStatValues(t *testing.T) {
 		s.Memory.High == nil || *s.Memory.High != 1<<29 || s.Memory.Max == nil || *s.Memory.Max != 1<<30 ||
 		s.Memory.Current == nil || *s.Memory.Current == 0 || s.Processes != 1 {
 		t.Errorf("%+v", s)
+	}
+	u, err := tree.Used(chat)
+	must(t, err)
+	if u.CPU.NrPeriods < s.CPU.NrPeriods || u.CPU.UsageUsec < s.CPU.UsageUsec || u.CPU.ThrottledUsec < s.CPU.ThrottledUsec || u.Memory.Current == nil || *u.Memory.Current == 0 ||
+		(u.Memory.OOMKills == nil) != (s.Memory.OOMKills == nil) || (u.Pressure.CPU.SomeUsec == nil) != (s.Pressure.CPU.SomeUsec == nil) {
+		t.Errorf("used: %+v, of %+v", u, s)
 	}
 	s, err = tree.Stat(batch)
 	if err != nil || !s.CPU.Idle || s.CPU.Weight != nil || s.CPU.Max != nil || s.Memory.Max != nil || s.Memory.High != nil {

@@ -5,9 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path"
 	"path/filepath"
+	"slices"
 	"sort"
 	"strconv"
 	"strings"
@@ -392,7 +394,7 @@ func (t *Tree) search(pid int) (Cgroup, error) {
 
 // procCgroup returns the cgroup v2 path in /proc/PID/cgroup.
 func procCgroup(pid string) (string, error) {
-	b, err := os.ReadFile("/proc/" + pid + "/cgroup")
+	b, err := readFile("/proc/" + pid + "/cgroup")
 	if err != nil {
 		if gone(err) || errors.Is(err, unix.ESRCH) {
 			err = ErrGone
@@ -409,8 +411,39 @@ func procCgroup(pid string) (string, error) {
 
 // read returns a control file's content without the last newline.
 func (t *Tree) read(p, file string) (string, error) {
-	b, err := os.ReadFile(filepath.Join(t.path(p), file))
+	b, err := readFile(filepath.Join(t.path(p), file))
 	return strings.TrimSuffix(string(b), "\n"), err
+}
+
+// readFile is os.ReadFile for the kernel's files, of which many are read again and again: an
+// os.File asks for its size, and enters it into the poller, which takes as long as the rest.
+func readFile(name string) ([]byte, error) {
+	fd, err := ignoringEINTR(func() (int, error) { return unix.Open(name, unix.O_RDONLY|unix.O_CLOEXEC, 0) })
+	if err != nil {
+		return nil, &fs.PathError{Op: "open", Path: name, Err: err}
+	}
+	defer unix.Close(fd)
+	b := make([]byte, 0, 1024)
+	for {
+		n, err := ignoringEINTR(func() (int, error) { return unix.Read(fd, b[len(b):cap(b)]) })
+		if err != nil {
+			return b, &fs.PathError{Op: "read", Path: name, Err: err}
+		}
+		if n == 0 {
+			return b, nil
+		}
+		if b = b[:len(b)+n]; len(b) == cap(b) {
+			b = slices.Grow(b, len(b))
+		}
+	}
+}
+
+func ignoringEINTR(call func() (int, error)) (int, error) {
+	for {
+		if n, err := call(); err != unix.EINTR {
+			return n, err
+		}
+	}
 }
 
 // write writes a control file by one write(2), as the kernel wants it.
