@@ -28,13 +28,15 @@ type node struct {
 	o      conn.Options
 	slice  string // of the worker's compartment; processes are in leaves below
 	policy string // file
+	listen string // address of its metrics
 	client *agent.Client
 	cmd    *exec.Cmd
 	log    bytes.Buffer
 	ended  chan struct{}
 }
 
-// startNode starts an agent with a policy and gives the milliseconds until it was ready.
+// startNode starts an agent with a policy for the worker and gives the milliseconds until it
+// was ready.
 func (l *lab) startNode(name, binary string, z size) (n *node, took float64, err error) {
 	dir := filepath.Join(l.root, name)
 	if err := os.Mkdir(dir, 0o755); err != nil {
@@ -46,24 +48,37 @@ func (l *lab) startNode(name, binary string, z size) (n *node, took float64, err
 			fmt.Fprintln(os.Stderr, "bench:", err)
 		}
 	})
-	n = &node{l: l, policy: filepath.Join(l.dir, name+".yaml"), ended: make(chan struct{})}
-	if n.o, err = l.instance(dir); err != nil {
+	room := uint32(0)
+	if z.held {
+		room = 1 << 20 // the most that are held, and the worker's
+	}
+	if n, took, err = l.startAgent(name, dir, binary, z.text(), metricsAddress, room); err != nil {
 		return nil, 0, err
 	}
 	n.slice = filepath.Join(dir, "bulkhead.slice/bulkhead-f.slice")
 	if !z.flat {
 		n.slice = filepath.Join(n.slice, "bulkhead-f-t.slice")
 	}
-	socket, ready := filepath.Join(l.dir, name+".sock"), filepath.Join(l.dir, name+".ready")
-	n.client = agent.NewClient(socket)
-	if err := os.WriteFile(n.policy, []byte(z.text()), 0o600); err != nil {
+	return n, took, nil
+}
+
+// startAgent starts one below a cgroup, with room for so many connections, 0 for as many as it
+// has by itself.
+func (l *lab) startAgent(name, dir, binary, policy, listen string, room uint32) (*node, float64, error) {
+	n := &node{l: l, policy: filepath.Join(l.dir, name+".yaml"), listen: listen, ended: make(chan struct{})}
+	var err error
+	if n.o, err = l.instance(dir); err != nil {
 		return nil, 0, err
 	}
-	room := conn.DefaultMaxSlots
-	if z.held {
-		room = 1 << 20 // the most that are held, and the worker's
+	socket, ready := filepath.Join(l.dir, name+".sock"), filepath.Join(l.dir, name+".ready")
+	n.client = agent.NewClient(socket)
+	if err := os.WriteFile(n.policy, []byte(policy), 0o600); err != nil {
+		return nil, 0, err
 	}
-	n.cmd = exec.Command(binary, "agent", "--policy", n.policy, "--ready-file", ready, "--web.listen-address", metricsAddress,
+	if room == 0 {
+		room = conn.DefaultMaxSlots
+	}
+	n.cmd = exec.Command(binary, "agent", "--policy", n.policy, "--ready-file", ready, "--web.listen-address", n.listen,
 		"--cgroup-root", dir, "--bpffs", n.o.BPFFS, "--admin-socket", socket, "--max-connections", fmt.Sprint(room))
 	n.cmd.Stderr = &n.log
 	n.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
@@ -120,7 +135,7 @@ func (n *node) reload(text string) (float64, error) {
 
 // scrape gives the milliseconds and the bytes of one answer of /metrics.
 func (n *node) scrape() (took float64, size int64, err error) {
-	request, err := http.NewRequestWithContext(n.l.ctx, http.MethodGet, "http://"+metricsAddress+"/metrics", nil)
+	request, err := http.NewRequestWithContext(n.l.ctx, http.MethodGet, "http://"+n.listen+"/metrics", nil)
 	if err != nil {
 		return 0, 0, err
 	}

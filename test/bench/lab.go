@@ -63,14 +63,8 @@ func newLab(ctx context.Context, p places) (l *lab, err error) {
 	if err := netlink.LinkSetUp(lo); err != nil {
 		return nil, fmt.Errorf("loopback: %w", err)
 	}
-	if err := syscall.Mount("", "/", "", syscall.MS_REC|syscall.MS_PRIVATE, ""); err != nil {
-		return nil, fmt.Errorf("make mounts private: %w", err)
-	}
-	if err := os.Mkdir(l.bpffs, 0o700); err != nil {
+	if err := l.mount(); err != nil {
 		return nil, err
-	}
-	if err := syscall.Mount("bpf", l.bpffs, "bpf", 0, ""); err != nil {
-		return nil, fmt.Errorf("mount bpf: %w", err)
 	}
 	if l.tree, err = cgroup.Find(""); err != nil {
 		return nil, err
@@ -80,6 +74,20 @@ func newLab(ctx context.Context, p places) (l *lab, err error) {
 	}
 	l.worker, l.endWorker, err = startWorker(os.NewFile(uintptr(l.listener), "listener"))
 	return l, err
+}
+
+// mount gives it a bpf file system that nobody else sees.
+func (l *lab) mount() error {
+	if err := syscall.Mount("", "/", "", syscall.MS_REC|syscall.MS_PRIVATE, ""); err != nil {
+		return fmt.Errorf("make mounts private: %w", err)
+	}
+	if err := os.Mkdir(l.bpffs, 0o700); err != nil {
+		return err
+	}
+	if err := syscall.Mount("bpf", l.bpffs, "bpf", 0, ""); err != nil {
+		return fmt.Errorf("mount bpf: %w", err)
+	}
+	return nil
 }
 
 func (l *lab) close() {

@@ -37,6 +37,9 @@ type options struct {
 	slots, routes, compartments []int
 	idle, scraped               time.Duration
 
+	upkeep    [][2]int // compartments and processes
+	upkeepFor time.Duration
+
 	rig, cpuTest string // test/vm and test/cpu, built
 	kernels      string
 	cases        string
@@ -52,7 +55,7 @@ var errUsage = errors.New("wrong use")
 func parseOptions(args []string) (options, error) {
 	var o options
 	f := flag.NewFlagSet("bench", flag.ContinueOnError)
-	sections := f.String("sections", "connect,throughput,growth,cpu", "what to measure, comma-separated")
+	sections := f.String("sections", "connect,throughput,growth,upkeep,cpu", "what to measure, comma-separated")
 	f.StringVar(&o.output, "o", "table", "table, markdown or json")
 	f.BoolVar(&o.check, "check", false, "measure what has limits, and exit with 1 if one is missed")
 	f.IntVar(&o.rounds, "rounds", 201, "connect: turns of every configuration")
@@ -66,6 +69,8 @@ func parseOptions(args []string) (options, error) {
 	compartments := f.String("compartments", "10,100,1000", "growth: numbers of compartments")
 	f.DurationVar(&o.idle, "idle", 31*time.Second, "growth: how long an agent is left alone to see what it uses; it reconciles every 30s")
 	f.DurationVar(&o.scraped, "scraped", 10*time.Second, "growth: how long it is scraped each second")
+	upkeep := f.String("upkeep", "200x5000", "upkeep: numbers of compartments and processes, 50x1000,200x5000 say")
+	f.DurationVar(&o.upkeepFor, "upkeep-for", time.Minute, "upkeep: how long each is watched")
 	f.StringVar(&o.rig, "rig", "bin/vm", "cpu: test/vm")
 	f.StringVar(&o.cpuTest, "cpu-test", "bin/cpu.test", "cpu: the test binary of test/cpu, static and with the tag vm")
 	f.StringVar(&o.kernels, "kernels", "all", "cpu: kernels to boot, comma-separated: 6.1, 6.12, newest, or all")
@@ -82,8 +87,8 @@ func parseOptions(args []string) (options, error) {
 		return o, fmt.Errorf("%w: %w", errUsage, err)
 	}
 	for _, s := range strings.Split(*sections, ",") {
-		if !slices.Contains([]string{"connect", "throughput", "growth", "cpu"}, s) {
-			return o, fmt.Errorf("%w: no section %q: there are connect, throughput, growth and cpu", errUsage, s)
+		if !slices.Contains([]string{"connect", "throughput", "growth", "upkeep", "cpu"}, s) {
+			return o, fmt.Errorf("%w: no section %q: there are connect, throughput, growth, upkeep and cpu", errUsage, s)
 		}
 		o.sections = append(o.sections, s)
 	}
@@ -103,6 +108,13 @@ func parseOptions(args []string) (options, error) {
 			}
 			*into = append(*into, n)
 		}
+	}
+	for _, s := range strings.FieldsFunc(*upkeep, func(r rune) bool { return r == ',' }) {
+		var z [2]int
+		if n, err := fmt.Sscanf(s, "%dx%d", &z[0], &z[1]); n != 2 || err != nil || z[0] < 1 || z[1] < 1 {
+			return o, fmt.Errorf("%w: %q is no number of compartments and processes", errUsage, s)
+		}
+		o.upkeep = append(o.upkeep, z)
 	}
 	for _, path := range []*string{&o.binary, &o.rig, &o.cpuTest} {
 		absolute, err := filepath.Abs(*path)
@@ -144,7 +156,10 @@ func main() {
 // places are what the process outside has made for the one inside, and removes.
 type places struct{ dir, cgroup string }
 
-const insideVar = "BULKHEAD_BENCH_INSIDE" // its value is places, with a colon between
+const (
+	insideVar = "BULKHEAD_BENCH_INSIDE" // its value is places, with a colon between
+	upkeepVar = "BULKHEAD_BENCH_UPKEEP" // is set for the section that has the node's network
+)
 
 func run(ctx context.Context, args []string) error {
 	o, err := parseOptions(args)
@@ -160,8 +175,12 @@ func run(ctx context.Context, args []string) error {
 		return errors.Join(err, json.NewEncoder(os.Stdout).Encode(r))
 	}
 	var r report
-	if !slices.Equal(o.sections, []string{"cpu"}) {
-		err = outside(ctx, args, &r)
+	// Those in a network namespace of their own, and the one that is not.
+	if slices.ContainsFunc(o.sections, func(s string) bool { return s != "cpu" && s != "upkeep" }) {
+		err = outside(ctx, args, syscall.CLONE_NEWNET, &r)
+	}
+	if err == nil && slices.Contains(o.sections, "upkeep") {
+		err = outside(ctx, args, 0, &r)
 	}
 	if err == nil && slices.Contains(o.sections, "cpu") {
 		r.CPU, err = cpuSection(ctx, o)
@@ -180,7 +199,7 @@ func run(ctx context.Context, args []string) error {
 
 // outside runs the same again in namespaces of its own, waits for the report, and removes
 // whatever may be left.
-func outside(ctx context.Context, args []string, r *report) (err error) {
+func outside(ctx context.Context, args []string, network uintptr, r *report) (err error) {
 	tree, err := cgroup.Find("")
 	if err != nil {
 		return err
@@ -197,11 +216,14 @@ func outside(ctx context.Context, args []string, r *report) (err error) {
 
 	c := exec.CommandContext(ctx, "/proc/self/exe", args...)
 	c.Env = append(os.Environ(), insideVar+"="+p.dir+":"+p.cgroup)
+	if network == 0 {
+		c.Env = append(c.Env, upkeepVar+"=1")
+	}
 	c.Stderr = os.Stderr
 	// A process group of its own: an interrupt from the terminal comes to us alone, and
 	// those inside end in their order.
 	c.SysProcAttr = &syscall.SysProcAttr{
-		Cloneflags: syscall.CLONE_NEWNET | syscall.CLONE_NEWNS, Pdeathsig: syscall.SIGKILL, Setpgid: true,
+		Cloneflags: network | syscall.CLONE_NEWNS, Pdeathsig: syscall.SIGKILL, Setpgid: true,
 	}
 	c.Cancel = func() error { return c.Process.Signal(os.Interrupt) }
 	c.WaitDelay = 30 * time.Second
@@ -219,6 +241,17 @@ func outside(ctx context.Context, args []string, r *report) (err error) {
 
 // measure is all sections that run inside.
 func measure(ctx context.Context, o options, p places) (r report, err error) {
+	if os.Getenv(upkeepVar) != "" {
+		l := &lab{ctx: ctx, root: p.cgroup, dir: p.dir, bpffs: filepath.Join(p.dir, "bpf")}
+		defer l.close()
+		if err := l.mount(); err != nil {
+			return r, err
+		}
+		if r.Upkeep, err = l.upkeepSection(o); err != nil {
+			err = fmt.Errorf("upkeep: %w", err)
+		}
+		return r, err
+	}
 	l, err := newLab(ctx, p)
 	if err != nil {
 		return r, err

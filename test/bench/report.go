@@ -15,6 +15,7 @@ type report struct {
 	Throughput []rateRow    `json:"throughput,omitempty"`
 	Growth     []grownRow   `json:"growth,omitempty"`
 	Applies    []applied    `json:"applies,omitempty"`
+	Upkeep     []upkeepRow  `json:"upkeep,omitempty"`
 	CPU        []cpuRow     `json:"cpu,omitempty"`
 	// Missing are rows that were left out, with the reason.
 	Missing []string `json:"missing,omitempty"`
@@ -40,7 +41,7 @@ func (r *report) print(out io.Writer, format string) error {
 		table func(io.Writer)
 	}{
 		{len(r.Connect), r.connectTable}, {len(r.Throughput), r.throughputTable},
-		{len(r.Growth), r.growthTable}, {len(r.Applies), r.appliesTable}, {len(r.CPU), r.cpuTable},
+		{len(r.Growth), r.growthTable}, {len(r.Applies), r.appliesTable}, {len(r.Upkeep), r.upkeepTable}, {len(r.CPU), r.cpuTable},
 	} {
 		if t.rows == 0 {
 			continue
@@ -112,6 +113,17 @@ func (r *report) appliesTable(w io.Writer) {
 	fmt.Fprintln(w, "apply a plan\tcompile ms\tfirst ms, with load and attach\tagain ms\t")
 	for _, a := range r.Applies {
 		fmt.Fprintf(w, "%s\t%.0f\t%.0f\t%.0f\t\n", a.Name, a.Compile, a.First, a.Apply)
+	}
+}
+
+func (r *report) upkeepTable(w io.Writer) {
+	fmt.Fprintf(w, "agent's CPU %%\tleft alone\tscraped each %d s\tand %d programs a second\tready ms\tRSS MiB\tadopted after ms: p50\tp95\tmax\t\n", upkeepScrape, upkeepForks)
+	for _, u := range r.Upkeep {
+		p50, p95, most := "", "", ""
+		if u.Adopted > 0 {
+			p50, p95, most = fmt.Sprintf("%.1f", u.AdoptedP50), fmt.Sprintf("%.1f", u.AdoptedP95), fmt.Sprintf("%.1f", u.AdoptedMax)
+		}
+		fmt.Fprintf(w, "%s\t%.2f\t%.2f\t%.2f\t%.0f\t%.0f\t%s\t%s\t%s\t\n", u.Name, u.Idle*100, u.Scraped*100, u.Forks*100, u.Ready, u.RSS/(1<<20), p50, p95, most)
 	}
 }
 
