@@ -33,6 +33,11 @@ const (
 	// mostApply is how long 10,000 prefixes and 1,000 routes may take from text to in
 	// force, in milliseconds.
 	mostApply = 1000
+	// mostUpkeep is the part of one CPU that an agent may take with upkeepCompartments and
+	// upkeepProcesses that do nothing, and mostAdopted how many milliseconds a new cgroup may
+	// wait, 95 of a hundred.
+	mostUpkeep, upkeepCompartments, upkeepProcesses = 0.005, 200, 5000
+	mostAdopted                                     = 100
 	// mostSlot is what a slot may take of the kernel's memory, in bytes.
 	mostSlot = 256
 )
@@ -73,7 +78,8 @@ func verdicts(r *report) []verdict {
 	all := connectVerdicts(r.Connect)
 	all = append(all, rateVerdicts(r.Throughput)...)
 	all = append(all, cpuVerdicts(r.CPU)...)
-	return append(all, slotVerdict(r.Growth), applyVerdict(r.Applies))
+	all = append(all, slotVerdict(r.Growth), applyVerdict(r.Applies))
+	return append(all, upkeepVerdicts(r.Upkeep)...)
 }
 
 func unmeasured(what, limit string) verdict {
@@ -248,4 +254,28 @@ func applyVerdict(rows []applied) verdict {
 		}
 	}
 	return v
+}
+
+func upkeepVerdicts(rows []upkeepRow) (all []verdict) {
+	for _, match := range []string{byCgroup, byExe} {
+		what := fmt.Sprintf("upkeep: %d compartments, %d processes, by %s: ", upkeepCompartments, upkeepProcesses, match)
+		alone := unmeasured(what+"left alone, of one CPU", fmt.Sprintf("%.1f %%", mostUpkeep*100))
+		scraped := unmeasured(what+"scraped, of one CPU", alone.Limit)
+		adopted := unmeasured(what+"p95 from mkdir to adopted", fmt.Sprintf("%d ms", mostAdopted))
+		for _, r := range rows {
+			if r.Match != match || r.Compartments < upkeepCompartments || r.Processes < upkeepProcesses {
+				continue
+			}
+			alone.Measured, alone.OK = fmt.Sprintf("%.2f %%", r.Idle*100), r.Idle <= mostUpkeep
+			scraped.Measured, scraped.OK = fmt.Sprintf("%.2f %%", r.Scraped*100), r.Scraped <= mostUpkeep
+			if r.Adopted > 0 {
+				adopted.Measured, adopted.OK = fmt.Sprintf("%.1f ms (max %.1f)", r.AdoptedP95, r.AdoptedMax), r.AdoptedP95 <= mostAdopted
+			}
+		}
+		all = append(all, alone, scraped)
+		if match == byCgroup {
+			all = append(all, adopted)
+		}
+	}
+	return all
 }

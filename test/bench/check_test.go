@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 )
 
 // good is a report that just reaches every limit.
@@ -30,7 +31,12 @@ func good() *report {
 			{Traffic: trafficDatagrams, Name: rowBesideUDP, Ratio: estimate{0.97, 0.96, 0.98}}, {Traffic: trafficDatagrams, Name: rowPackets, Ratio: estimate{0.98, 0, 0}},
 		},
 		Applies: []applied{{CIDRs: 10, Routes: 25, Compile: 9000}, {CIDRs: 10000, Routes: 1000, Compile: 400, Apply: 600}},
-		Growth:  []grownRow{{What: "routes", Count: 10}, {What: whatSlots, Count: 1000, BytesPerSlot: 900}, {What: whatSlots, Count: 100000, BytesPerSlot: 256}},
+		Upkeep: []upkeepRow{
+			{Match: byCgroup, Compartments: 50, Processes: 1000, Idle: 0.9, Scraped: 0.9},
+			{Match: byCgroup, Compartments: 200, Processes: 5000, Idle: 0.004, Scraped: 0.005, Adopted: 100, AdoptedP95: 100, AdoptedMax: 300},
+			{Match: byExe, Compartments: 200, Processes: 5000, Idle: 0.005, Scraped: 0.004},
+		},
+		Growth: []grownRow{{What: "routes", Count: 10}, {What: whatSlots, Count: 1000, BytesPerSlot: 900}, {What: whatSlots, Count: 100000, BytesPerSlot: 256}},
 	}
 	for _, k := range []string{"6.1.0", "6.12.0"} {
 		r.CPU = append(r.CPU, cpuRow{Kernel: k, Parsers: 8, Case: caseAlone, P95: 2, P99: 2},
@@ -72,6 +78,14 @@ func TestLimits(t *testing.T) {
 		{"p99", func(r *report) { r.CPU[1].P99 = 2.31 }, "6.1.0, 0 CPUs, 8 parsers: realtime beside batch: p99"},
 		{"no class", func(r *report) { r.CPU = slices.Delete(r.CPU, 6, 7) }, "6.12.0, 0 CPUs, 8 parsers: realtime beside background"},
 		{"not work-conserving", func(r *report) { r.CPU[5].Idle = 0.94 }, "realtime beside batch: the parsers' part"},
+		{"many parsers on two CPUs", func(r *report) {
+			r.CPU = append(r.CPU, cpuRow{CPUs: 2, Case: caseAlone, P95: 1, P99: 1}, cpuRow{CPUs: 2, Case: caseFIFO, P95: 4, P99: 5},
+				cpuRow{CPUs: 2, Case: caseBatch, P95: 9, P99: 6, Idle: 1}, cpuRow{CPUs: 2, Case: caseBackground, P95: 9, P99: 6.1, Idle: 1})
+		}, "2 CPUs, 0 parsers: realtime beside background: p99"},
+		{"left alone", func(r *report) { r.Upkeep[1].Idle = 0.0051 }, "by cgroup: left alone"},
+		{"scraped", func(r *report) { r.Upkeep[2].Scraped = 0.0051 }, "by exe: scraped"},
+		{"slow adoption", func(r *report) { r.Upkeep[1].AdoptedP95 = 101 }, "adopted"},
+		{"no adoption", func(r *report) { r.Upkeep[1].Adopted = 0 }, "adopted"},
 		{"no CPU", func(r *report) { r.CPU = nil }, "cpu:"},
 		{"slot", func(r *report) { r.Growth[2].BytesPerSlot = 257 }, "slot"},
 		{"no slots", func(r *report) { r.Growth = r.Growth[:1] }, "slot"},
@@ -218,5 +232,20 @@ func TestMarkdown(t *testing.T) {
 	want := "\n| apply a plan | compile ms | first ms, with load and attach | again ms |\n|--|--:|--:|--:|\n| one | 1 | 2 | 3 |\n| two | 0 | 0 | 0 |\n"
 	if !strings.HasSuffix(out.String(), want) {
 		t.Errorf("got\n%swant\n%s", &out, want)
+	}
+}
+
+func TestAdoptions(t *testing.T) {
+	log := `{"time":"2026-01-01T00:00:00.0125Z","level":"INFO","msg":"adopted a cgroup","cgroup":"/work/a","id":7}
+not JSON
+{"time":"2026-01-01T00:00:01Z","level":"INFO","msg":"adopted a cgroup","cgroup":"/work/other"}
+`
+	made := map[string]time.Time{"/work/a": time.Date(2026, 1, 1, 0, 0, 0, 10e6, time.UTC)}
+	if took, err := adoptions(made, strings.NewReader(log)); err != nil || !slices.Equal(took, []float64{2.5}) {
+		t.Errorf("%v, %v", took, err)
+	}
+	made["/work/b"] = time.Time{}
+	if took, err := adoptions(made, strings.NewReader(log)); err == nil {
+		t.Errorf("no error of one that was not adopted: %v", took)
 	}
 }

@@ -1,10 +1,11 @@
 // Command bench measures what bulkhead costs, as ratios within one run: `make bench`.
 //
-// It has four sections, which run one after the other:
+// It has five sections, which run one after the other:
 //
 //	connect     processor time of connect and close on loopback
 //	throughput  bulk TCP, small requests, small datagrams, HTTP under wrk
 //	growth      memory and time with many slots, routes and compartments
+//	upkeep      what an agent takes that is left alone, and how soon it adopts
 //	cpu         a handler beside parsers, in virtual time (test/cpu, test/vm)
 //
 // Every configuration has a cgroup of its own with its own programs. One worker process
@@ -14,7 +15,8 @@
 // Rates are per second of processor time (client and server together, on one processor),
 // so other load of the machine is not counted.
 //
-// All but cpu happens in a network and a mount namespace of its own. However the run
+// All but upkeep and cpu happens in a network and a mount namespace of its own; upkeep in the
+// node's own network namespace, as only there the kernel tells of processes. However the run
 // ends, nothing stays: the process that was started waits for the one inside, and removes
 // what is left.
 //
@@ -32,5 +34,6 @@
 //	connect.go     one file for each section; growth's parts are
 //	throughput.go  agent.go (a real agent), holder.go (many sockets)
 //	growth.go      and apply.go (plans, without an agent)
+//	upkeep.go
 //	cpu.go
 package main
