@@ -67,6 +67,20 @@ func (h *holders) end() {
 	h.start, h.n = nil, 0
 }
 
+// allowFiles lets this process have so many open files.
+func allowFiles(n int) error {
+	var files unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &files); err != nil {
+		return os.NewSyscallError("getrlimit", err)
+	}
+	files.Cur = max(files.Cur, uint64(n))
+	files.Max = max(files.Max, files.Cur) // to raise it needs CAP_SYS_RESOURCE
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &files); err != nil {
+		return fmt.Errorf("raise the limit of open files to %d: %w", files.Max, err)
+	}
+	return nil
+}
+
 // hold is a holder's own side: the first socket's number and how many. It stays until it
 // is killed.
 func hold(args []string) error {
@@ -78,14 +92,8 @@ func hold(args []string) error {
 	if err1 != nil || err2 != nil {
 		return fmt.Errorf("not numbers: %q", args)
 	}
-	var files unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &files); err != nil {
-		return os.NewSyscallError("getrlimit", err)
-	}
-	files.Cur = uint64(n + 100)
-	files.Max = max(files.Max, files.Cur) // to raise it needs CAP_SYS_RESOURCE
-	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &files); err != nil {
-		return fmt.Errorf("raise the limit of open files to %d: %w", files.Max, err)
+	if err := allowFiles(n + 100); err != nil {
+		return err
 	}
 	for i := first; i < first+n; i++ {
 		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)

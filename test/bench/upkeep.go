@@ -79,7 +79,8 @@ func (l *lab) upkeep(o options, row upkeepRow) (_ upkeepRow, err error) {
 		s.end()
 		err = errors.Join(err, removeTree(s.root), os.RemoveAll(s.dir))
 	})
-	if err := s.make(); err != nil {
+	// Each process has a descriptor here until it is waited for.
+	if err := errors.Join(allowFiles(row.Processes+row.Compartments+1000), s.make()); err != nil {
 		return row, err
 	}
 	for i := range row.Processes {
