@@ -15,14 +15,17 @@
 // Its benchmark measures more cases with more requests and prints each as a line of JSON,
 // for the tables of docs/cpu.md: what else the kernel offers, each with what it costs the
 // parsers, and a handler in SCHED_FIFO, which nothing but the kernel itself can hold up.
-// `make bench` runs it, BENCH_FLAGS='-sections cpu -cases background' a part of it.
+// `make bench` runs it, BENCH_FLAGS='-sections cpu -cases background' a part of it. With
+// $BULKHEAD_CPU_ROUNDS the cases go by turns, and the requests of all turns are put together.
 //
 // # Several CPUs
 //
-// Virtual time is honest with one CPU only. One thread of the emulator runs all CPUs by
-// turns, a turn lasts until a timer of any is due, and QEMU 7.2 begins again with the first
-// CPU then: one that is always busy keeps the others from running. SCHED_FIFO alone had a
-// p99 of 34 ms on two. In ordinary time (-smp 2 without -virtual) the part of the machine
+// In virtual time one thread of the emulator runs all CPUs by turns, and the clock counts
+// the instructions of all. QEMU 10 gives each CPU its part of the time until the next
+// timer: two that are busy have half of the speed each of one that is alone, so there
+// SCHED_FIFO in the same run is the measure and alone is none. QEMU 7.2 begins again with
+// the first CPU at each timer, and one that is always busy keeps the others from running:
+// test/vm refuses it. In ordinary time (-smp 2 without -virtual) the part of the machine
 // that the parsers get is right on any host, and latencies are only on an idle host with a
 // processor for each.
 //
