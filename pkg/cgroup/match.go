@@ -98,8 +98,39 @@ func match(glob, name string) bool {
 	if glob == name {
 		return true
 	}
-	ok, err := doublestar.Match(strings.TrimSuffix(glob, "/"), name)
+	glob = strings.TrimSuffix(glob, "/")
+	if !mayMatch(glob, name) {
+		return false
+	}
+	ok, err := doublestar.Match(glob, name)
 	return ok && err == nil
+}
+
+// mayMatch is false of most names that a glob does not match: those that do not begin or end
+// as it does. Hundreds of globs are compared with hundreds of cgroups at each look.
+func mayMatch(glob, name string) bool {
+	special := func(c byte) bool {
+		return c == '*' || c == '?' || c == '[' || c == ']' || c == '{' || c == '}' || c == '\\'
+	}
+	first, last := 0, len(glob)-1
+	for first < len(glob) && !special(glob[first]) {
+		first++
+	}
+	if first == len(glob) {
+		return glob == name
+	}
+	for !special(glob[last]) {
+		last--
+	}
+	begin, end := glob[:first], glob[last+1:]
+	// "/a/**" matches "/a", and "**/a" matches "a".
+	if strings.HasPrefix(glob[first:], "**") {
+		begin = strings.TrimSuffix(begin, "/")
+	}
+	if strings.HasSuffix(glob[:last+1], "**") {
+		end = strings.TrimPrefix(end, "/")
+	}
+	return strings.HasPrefix(name, begin) && strings.HasSuffix(name, end)
 }
 
 // isUnit reports whether a directory's name is that of a unit.
