@@ -113,7 +113,7 @@ vm: go-version root build ## ring 3: tests on other kernels and on hosts with sy
 	go test -tags vm ./test/vm
 	go run ./test/vm -kernel newest -skip '$(VM_SKIP)' $(VM_FLAGS) $(VM_PACKAGES)
 	go run ./test/vm -kernel 6.1,6.12 -jobs 2 -run '$(VM_HEART)' -skip '$(VM_SKIP)' $(VM_FLAGS) ./pkg/conn
-	go run ./test/vm -kernel 6.1,newest -skip '$(VM_SKIP)' $(VM_FLAGS) -file bin/bulkhead:/bin/bulkhead $(VM_ALONE)
+	go run ./test/vm -kernel newest -skip '$(VM_SKIP)' $(VM_FLAGS) -file bin/bulkhead:/bin/bulkhead $(VM_ALONE)
 	@# Beside many parsers it takes five minutes for each kernel: vm-all.
 	go run ./test/vm $(VIRTUAL_FLAGS) -skip Many -virtual -file bin/bulkhead:/bin/bulkhead $(VIRTUAL_PACKAGES)
 	$(MAKE) systems

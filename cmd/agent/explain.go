@@ -9,6 +9,7 @@ import (
 	"os"
 	"path"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -39,7 +40,7 @@ A host name is resolved here and now; the workload may get other addresses.`,
   bulkhead explain --from /system.slice/chat.service`,
 		Args: noArgs,
 	}
-	cmd.Flags().StringVar(&from, "from", "", "`WHO`: a process id, a unit's name, a cgroup's path, or the name of a container that the policy matches")
+	cmd.Flags().StringVar(&from, "from", "", "`WHO`: a process id, a unit's name, a cgroup's path, or a container's id, or its name if the policy matches it")
 	cmd.Flags().StringVar(&to, "to", "", "`HOST:PORT` of a destination")
 	cmd.Flags().Var(proto, "proto", "protocol of the destination")
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
@@ -197,12 +198,15 @@ func (e *explainer) find(who string, all []cgroup.Cgroup) (cgroup.Cgroup, error)
 		}
 	}
 	what := "unit"
+	if !strings.Contains(who, ".") && len(found) > 0 && path.Base(found[0].Path) == who {
+		what = "cgroup"
+	}
 	if len(found) == 0 {
 		what = "container"
 		found = e.containers(who, all)
 	}
 	if len(found) == 0 {
-		return cgroup.Cgroup{}, fmt.Errorf("no cgroup of the name %s, or %s.service, and no container of that name that the policy matches: is it running?", who, who)
+		return cgroup.Cgroup{}, fmt.Errorf("no cgroup of the name %s, or %s.service, and no container of that name or id that the policy matches: is it running? (names of containers are known while the agent runs)", who, who)
 	}
 	if len(found) > 1 {
 		var paths []string
@@ -215,8 +219,21 @@ func (e *explainer) find(who string, all []cgroup.Cgroup) (cgroup.Cgroup, error)
 	return found[0], nil
 }
 
-// containers are the cgroups of the containers of a name that the agent has adopted.
+// containerID is an id, or its first twelve digits, as runtimes show it.
+var containerID = regexp.MustCompile(`^[0-9a-f]{12,64}$`)
+
+// containers are the cgroups of the containers of a name that the agent has adopted, or of an id.
 func (e *explainer) containers(name string, all []cgroup.Cgroup) (found []cgroup.Cgroup) {
+	if containerID.MatchString(name) {
+		for _, c := range all {
+			if strings.Contains(path.Base(c.Path), name) && !strings.Contains(c.Path, "conmon") {
+				found = append(found, c)
+			}
+		}
+		if len(found) > 0 {
+			return found
+		}
+	}
 	info, err := e.app.client().Info(e.ctx)
 	if err != nil {
 		return nil

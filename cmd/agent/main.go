@@ -140,7 +140,11 @@ Exit codes: 0 done, 1 failed, 2 wrong use, where a command does not say otherwis
 		SilenceErrors:              true,
 		SilenceUsage:               true,
 		SuggestionsMinimumDistance: 2,
-		PersistentPreRun:           func(*cobra.Command, []string) { a.begun = true },
+		PersistentPreRunE: func(*cobra.Command, []string) error {
+			_, err := a.sockets()
+			a.begun = true
+			return err
+		},
 	}
 	flags := root.PersistentFlags()
 	flags.StringVar(&a.cgroupRoot, "cgroup-root", "", "cgroup v2 `DIR` that confines everything, programs and slices (default: the root of the hierarchy, found by type)")

@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"bulkhead/internal/agent"
+	"bulkhead/internal/containers"
 	"bulkhead/pkg/cgroup"
 	"bulkhead/pkg/conn"
 	"bulkhead/pkg/policy"
@@ -128,11 +129,12 @@ func (a *app) preview(ctx context.Context, next *policy.Plan) (*preview, error) 
 	if err != nil {
 		return nil, err
 	}
-	found, conds := agent.FindContainers(ctx, tree, next, sockets, all)
+	found, runtimes, conds := agent.FindContainers(ctx, tree, next, sockets, all)
 	p.Conditions = append(p.Conditions, conds...)
 	if p.Adopt, p.Release, err = adoptions(tree, snap, next, all, found); err != nil {
 		return nil, err
 	}
+	p.Release = a.notHeard(ctx, p.Release, runtimes, next, all)
 	placer := cgroup.NewPlacer(tree, next)
 	moves, err := placer.Preview()
 	if err != nil {
@@ -365,4 +367,25 @@ func (p *preview) table(w io.Writer) error {
 		fmt.Fprintf(w, "+ move process %d from %s into %s\n", m.PID, m.Path, named(m.Feature, m.Tenant))
 	}
 	return printConditions(w, p.Conditions)
+}
+
+// notHeard takes from a list what the agent knows to be containers of runtimes that do not answer now: it keeps them.
+func (a *app) notHeard(ctx context.Context, release []adoption, runtimes []containers.Runtime, next *policy.Plan, all []cgroup.Cgroup) []adoption {
+	if !cgroup.AsksContainers(next) || len(release) == 0 {
+		return release
+	}
+	info, err := a.client().Info(ctx)
+	if err != nil {
+		return release
+	}
+	kept := map[string]bool{}
+	for _, k := range info.Containers {
+		if slices.ContainsFunc(runtimes, func(r containers.Runtime) bool { return r.Runtime == k.Runtime && r.Answers }) {
+			continue
+		}
+		for _, c := range all {
+			kept[c.Path] = kept[c.Path] || c.ID == k.CgroupID
+		}
+	}
+	return slices.DeleteFunc(release, func(r adoption) bool { return kept[r.Path] })
 }

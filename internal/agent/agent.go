@@ -411,7 +411,7 @@ func (a *agent) reconcileOnce(ctx context.Context) {
 func (a *agent) publish() {
 	procs, placing := a.procs.says()
 	a.placing = placing
-	state, adopted, containing := a.runtimes.state()
+	state, adopted, containing := a.runtimes.state(a.placement.adopted)
 	a.containing = containing
 	conds := slices.Concat(a.applied, a.setup, a.values, a.unread, a.reconcile, a.pins, a.back, a.placing, a.containing)
 	if a.draining != "" {

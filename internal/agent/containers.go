@@ -14,9 +14,9 @@ import (
 	"bulkhead/pkg/policy"
 )
 
-// settleLimit bounds how long a start or a reload waits for runtimes to say which containers there
-// are. Those that answer later are adopted then.
-const settleLimit = 3 * time.Second
+// settleLimit bounds how long a start, a reload and plan wait for runtimes to say which containers there
+// are; one that answers nothing at all is waited for a fifth of that. Those that answer later are adopted then.
+const settleLimit = 10 * time.Second
 
 // AdoptedContainer says whose cgroup an adopted one is.
 type AdoptedContainer struct {
@@ -76,14 +76,16 @@ func (r *runtimes) find(plan *policy.Plan, all []cgroup.Cgroup) cgroup.Container
 }
 
 // state is what is published.
-func (r *runtimes) state() (state []containers.Runtime, adopted []AdoptedContainer, conds []cgroup.Condition) {
+func (r *runtimes) state(all []cgroup.Adopted) (state []containers.Runtime, adopted []AdoptedContainer, conds []cgroup.Condition) {
 	state, adopted = []containers.Runtime{}, []AdoptedContainer{}
 	if r.watcher == nil {
 		return state, adopted, nil
 	}
 	state = r.watcher.Runtimes()
-	for id, c := range r.found {
-		adopted = append(adopted, AdoptedContainer{CgroupID: id, Runtime: c.Runtime, Name: c.Name, Image: c.Image})
+	for _, ad := range all { // what is protected, say, is not
+		if c := r.found[ad.ID]; c != nil {
+			adopted = append(adopted, AdoptedContainer{CgroupID: ad.ID, Runtime: c.Runtime, Name: c.Name, Image: c.Image})
+		}
 	}
 	slices.SortFunc(adopted, func(a, b AdoptedContainer) int { return strings.Compare(a.Runtime+"/"+a.Name, b.Runtime+"/"+b.Name) })
 	return state, adopted, append(runtimesAway(state, r.sockets), r.conds...)
@@ -115,24 +117,24 @@ func runtimesAway(state []containers.Runtime, asked []containers.Socket) (conds 
 		for _, s := range asked {
 			at = append(at, s.Path)
 		}
-		where := "none was to be asked (--container-runtime none)"
+		text := "the policy matches containers, and no container runtime is asked (--container-runtime none)"
 		if len(at) > 0 {
-			where = "looked for at " + strings.Join(at, ", ") + "; --container-runtime names another"
+			text = "the policy matches containers and no container runtime runs here: looked for at " + strings.Join(at, ", ") +
+				" (Podman answers while podman.socket is started: systemctl enable --now podman.socket); --container-runtime names another"
 		}
-		conds = append(conds, cgroup.Condition{Type: cgroup.TypePlacement, Status: "False", Reason: cgroup.ReasonRuntimeAway,
-			Message: "the policy matches containers and no container runtime runs here: " + where})
+		conds = append(conds, cgroup.Condition{Type: cgroup.TypePlacement, Status: "False", Reason: cgroup.ReasonRuntimeAway, Message: text})
 	}
 	return conds
 }
 
 // FindContainers asks the runtimes once and finds the cgroups of the containers that a plan names.
-func FindContainers(ctx context.Context, tree *cgroup.Tree, plan *policy.Plan, sockets []containers.Socket, all []cgroup.Cgroup) (cgroup.Containers, []cgroup.Condition) {
+func FindContainers(ctx context.Context, tree *cgroup.Tree, plan *policy.Plan, sockets []containers.Socket, all []cgroup.Cgroup) (cgroup.Containers, []containers.Runtime, []cgroup.Condition) {
 	if !cgroup.AsksContainers(plan) {
-		return nil, nil
+		return nil, nil, nil
 	}
 	limited, cancel := context.WithTimeout(ctx, settleLimit)
 	defer cancel()
 	list, state := containers.List(limited, sockets)
 	found, conds := cgroup.NewContainerFinder(tree).Find(plan, list, all)
-	return found, append(runtimesAway(state, sockets), conds...)
+	return found, state, append(runtimesAway(state, sockets), conds...)
 }

@@ -210,7 +210,7 @@ func (a *agent) commit(ctx context.Context, plan *policy.Plan) (err error) {
 func (a *agent) publishIfPlaced() {
 	was := a.info.Load()
 	now, conds := a.procs.says()
-	state, adopted, containing := a.runtimes.state()
+	state, adopted, containing := a.runtimes.state(a.placement.adopted)
 	if was == nil || !reflect.DeepEqual(was.Processes, now) || !slices.Equal(conds, a.placing) ||
 		!slices.Equal(state, was.Runtimes) || !slices.Equal(adopted, was.Containers) || !slices.Equal(containing, a.containing) {
 		a.publish()
@@ -259,17 +259,14 @@ func (a *agent) settle(p placement) {
 	a.awaitRuntimes()
 }
 
-const (
-	// waitSoonest and waitLatest are between looks at cgroups that a container runtime sets up.
-	waitSoonest = 20 * time.Millisecond
-	waitLatest  = time.Second
-)
+// waitSoonest is between looks at cgroups that a container runtime sets up, at first.
+const waitSoonest = 20 * time.Millisecond
 
 // awaitRuntimes has cgroups looked at again whose values wait for a container runtime.
 func (a *agent) awaitRuntimes() {
 	a.waitLook = nil
-	if a.keeper.Waiting() {
-		a.waitPause = min(max(waitSoonest, 2*a.waitPause), waitLatest)
+	if latest := a.keeper.Waiting(); latest > 0 {
+		a.waitPause = min(max(waitSoonest, 2*a.waitPause), latest)
 		a.waitLook = time.After(a.waitPause)
 	}
 }

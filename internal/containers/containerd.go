@@ -3,6 +3,8 @@ package containers
 import (
 	"context"
 	"encoding/json"
+	"errors"
+	"io"
 	"strings"
 	"time"
 
@@ -36,7 +38,8 @@ type containerd struct {
 const dockers = "moby"
 
 func openContainerd(s Socket) (runtime, error) {
-	conn, err := grpc.NewClient("unix://"+s.Path, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	conn, err := grpc.NewClient("unix://"+s.Path, grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(most)))
 	if err != nil {
 		return nil, err
 	}
@@ -54,6 +57,34 @@ func in(ctx context.Context, namespace string) context.Context {
 // Ids are unique in their namespace only.
 func idOf(namespace, id string) string { return namespace + "/" + id }
 
+func (r *containerd) ping(ctx context.Context) error {
+	_, err := r.namespaces.List(ctx, &namespacesapi.ListNamespacesRequest{})
+	return err
+}
+
+// most is what an answer may take: gRPC's own limit of 4 MiB is what the tasks of some ten thousand need.
+const most = 64 << 20
+
+// all lists the containers of a namespace, one by one: each comes with its specification, and some hundred of them
+// are more than one answer may be.
+func (r *containerd) all(ctx context.Context) (out []*containersapi.Container, err error) {
+	stream, err := r.containers.ListStream(ctx, &containersapi.ListContainersRequest{})
+	for err == nil {
+		var m *containersapi.ListContainerMessage
+		if m, err = stream.Recv(); err == nil {
+			out = append(out, m.Container)
+		}
+	}
+	if errors.Is(err, io.EOF) {
+		return out, nil
+	}
+	if status.Code(err) == codes.Unimplemented {
+		list, err := r.containers.List(ctx, &containersapi.ListContainersRequest{})
+		return list.GetContainers(), err
+	}
+	return nil, err
+}
+
 func (r *containerd) list(ctx context.Context) (out []cgroup.Container, _ map[string]bool, err error) {
 	all, err := r.namespaces.List(ctx, &namespacesapi.ListNamespacesRequest{})
 	if err != nil {
@@ -63,7 +94,7 @@ func (r *containerd) list(ctx context.Context) (out []cgroup.Container, _ map[st
 		if ns.Name == dockers {
 			continue
 		}
-		list, err := r.containers.List(in(ctx, ns.Name), &containersapi.ListContainersRequest{})
+		list, err := r.all(in(ctx, ns.Name))
 		if err != nil {
 			return nil, nil, err
 		}
@@ -75,7 +106,7 @@ func (r *containerd) list(ctx context.Context) (out []cgroup.Container, _ map[st
 		for _, p := range running.Tasks {
 			pids[p.ID] = pidOf(p)
 		}
-		for _, c := range list.Containers {
+		for _, c := range list {
 			with := r.container(ns.Name, c)
 			with.PID = pids[c.ID]
 			out = append(out, with)

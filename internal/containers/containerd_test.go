@@ -76,6 +76,16 @@ func (f fakeContainers) List(ctx context.Context, _ *containersapi.ListContainer
 	return &containersapi.ListContainersResponse{Containers: slices.Collect(maps.Values(f.containers[namespaceOf(ctx)]))}, nil
 }
 
+func (f fakeContainers) ListStream(r *containersapi.ListContainersRequest, s containersapi.Containers_ListStreamServer) error {
+	list, err := f.List(s.Context(), r)
+	for _, c := range list.GetContainers() {
+		if err == nil {
+			err = s.Send(&containersapi.ListContainerMessage{Container: c})
+		}
+	}
+	return err
+}
+
 func (f fakeContainers) Get(ctx context.Context, r *containersapi.GetContainerRequest) (*containersapi.GetContainerResponse, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -31,6 +31,14 @@ func openEngine(s Socket) (runtime, error) {
 
 func (e engine) close() { _ = e.api.Close() }
 
+func (e engine) ping(ctx context.Context) error {
+	_, err := e.api.Ping(ctx, client.PingOptions{NegotiateAPIVersion: true})
+	if err != nil && client.IsErrConnectionFailed(err) {
+		err = errors.New("it takes no connection") // the client speaks of Docker whoever it is
+	}
+	return err
+}
+
 func (e engine) list(ctx context.Context) (list []cgroup.Container, ask map[string]bool, err error) {
 	all, err := e.api.ContainerList(ctx, client.ContainerListOptions{All: true})
 	if err != nil {

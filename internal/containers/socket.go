@@ -46,7 +46,7 @@ func ParseSockets(texts []string) ([]Socket, error) {
 	for _, text := range texts {
 		runtime, path, ok := strings.Cut(text, "=")
 		if !ok || !slices.Contains(runtimes, runtime) || !filepath.IsAbs(path) {
-			return nil, fmt.Errorf("%q: give RUNTIME=PATH, with %s and the path of its socket, or none", text, strings.Join(runtimes, ", "))
+			return nil, fmt.Errorf("%q: give RUNTIME=PATH, with %s and the absolute path of its socket, or none", text, strings.Join(runtimes, ", "))
 		}
 		out = append(out, Socket{Runtime: runtime, Path: path, Named: true})
 	}

@@ -4,11 +4,17 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"io/fs"
 	"log/slog"
 	"maps"
+	"net"
+	"os"
 	"slices"
+	"strconv"
 	"sync"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"bulkhead/pkg/cgroup"
 )
@@ -23,6 +29,8 @@ const (
 	listSoon  = time.Second
 	// appearEvery is how often a socket is looked for that is not there.
 	appearEvery = time.Second
+	// pingTimeout bounds the first request of a connection: who does not answer that is away.
+	pingTimeout = 2 * time.Second
 	// atOnce is how many requests a runtime has to answer at the same time.
 	atOnce = 8
 	// againAfter and againAtMost are the waits before a runtime that does not answer is asked again.
@@ -44,6 +52,8 @@ type Runtime struct {
 
 // runtime is how to ask one.
 type runtime interface {
+	// ping finds out whether anybody answers.
+	ping(ctx context.Context) error
 	// list gives all containers that there are, running or not, and which of those that run
 	// have to be asked about for their process.
 	list(ctx context.Context) (all []cgroup.Container, ask map[string]bool, err error)
@@ -82,9 +92,14 @@ type source struct {
 	Socket
 	containers map[string]cgroup.Container // by id
 	answers    bool
+	asked      bool // something is there that was asked
 	err        error
 	settled    chan struct{} // closed once it has answered or failed, or is not there
 	once       sync.Once
+	// events counts the events; touched is the one that was the last about a container. An answer to
+	// what was asked before that is no news.
+	events  uint64
+	touched map[string]uint64
 }
 
 // Watch begins to ask. What it learns is announced on Wake.
@@ -92,7 +107,7 @@ func Watch(sockets []Socket, log *slog.Logger) *Watcher {
 	ctx, stop := context.WithCancel(context.Background())
 	w := &Watcher{log: log, wake: make(chan struct{}, 1), stop: stop}
 	for _, at := range sockets {
-		s := &source{Socket: at, containers: map[string]cgroup.Container{}, settled: make(chan struct{})}
+		s := &source{Socket: at, containers: map[string]cgroup.Container{}, settled: make(chan struct{}), touched: map[string]uint64{}}
 		w.sources = append(w.sources, s)
 		w.done.Go(func() { w.run(ctx, s) })
 	}
@@ -137,12 +152,14 @@ func (w *Watcher) Runtimes() []Runtime {
 	defer w.mu.Unlock()
 	out := []Runtime{}
 	for _, s := range w.sources {
-		if !s.answers && s.err == nil && len(s.containers) == 0 && !s.Named {
+		if !s.answers && s.err == nil && len(s.containers) == 0 && !s.asked && !s.Named {
 			continue
 		}
 		r := Runtime{Runtime: s.Runtime, Socket: s.Path, Answers: s.answers, Containers: len(s.containers)}
 		if s.err != nil {
 			r.Error = s.err.Error()
+		} else if s.asked && !s.answers {
+			r.Error = "it has not answered yet"
 		}
 		out = append(out, r)
 	}
@@ -202,6 +219,7 @@ func (w *Watcher) failed(s *source, err error) {
 	news := s.answers || text(s.err) != text(err)
 	was := s.answers
 	s.answers, s.err = false, err
+	s.asked = s.asked && err != nil
 	w.mu.Unlock()
 	s.once.Do(func() { close(s.settled) })
 	if !news {
@@ -218,11 +236,29 @@ func (w *Watcher) failed(s *source, err error) {
 
 // ask follows one runtime until it fails. answered is whether it said which containers there are.
 func (w *Watcher) ask(ctx context.Context, s *source) (answered bool, err error) {
+	// A socket may have outlived who listened there.
+	probe, err := (&net.Dialer{Timeout: pingTimeout}).DialContext(ctx, "unix", s.Path)
+	if errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, fs.ErrNotExist) {
+		return false, errAbsent
+	}
+	if err != nil {
+		return false, err
+	}
+	probe.Close()
+	w.mu.Lock()
+	s.asked = true
+	w.mu.Unlock()
 	r, err := open(s.Socket)
 	if err != nil {
 		return false, err
 	}
 	defer r.close()
+	limited, cancel := context.WithTimeout(ctx, pingTimeout)
+	err = r.ping(limited)
+	cancel()
+	if err != nil {
+		return false, err
+	}
 	ctx, end := context.WithCancel(ctx)
 	a := &asker{w: w, s: s, r: r, todo: map[string]bool{}, free: make(chan struct{}, atOnce)}
 	defer func() {
@@ -268,6 +304,8 @@ type asker struct {
 	r    runtime
 	busy sync.WaitGroup
 	free chan struct{}
+	// listed is whether there was a list over this connection.
+	listed bool
 
 	mu   sync.Mutex
 	todo map[string]bool // asked about now; true: to be asked about again after that
@@ -277,31 +315,50 @@ type asker struct {
 func (a *asker) list(ctx context.Context) error {
 	limited, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
-	list, ask, err := a.r.list(limited)
+	began := a.w.begin(a.s)
+	list, running, err := a.r.list(limited)
 	if err != nil {
 		return err
 	}
 	all := make(map[string]cgroup.Container, len(list))
+	var ask []string
 	a.w.mu.Lock()
 	for _, c := range list {
-		if known, ok := a.s.containers[c.ID]; ok && ask[c.ID] {
+		if known, ok := a.s.containers[c.ID]; ok && running[c.ID] {
 			// A list may have the id of an image in place of its name.
 			c.PID, c.Image = known.PID, known.Image
 		}
+		// While nobody told of them they may have been restarted.
+		if running[c.ID] && (!a.listed || c.PID == 0 || !alive(c.PID)) {
+			ask = append(ask, c.ID)
+		}
 		all[c.ID] = c
+	}
+	for id, when := range a.s.touched {
+		if when <= began {
+			delete(a.s.touched, id)
+			continue
+		}
+		if now, ok := a.s.containers[id]; ok {
+			all[id] = now
+		} else {
+			delete(all, id)
+		}
 	}
 	first := !a.s.answers
 	news := first || !maps.EqualFunc(all, a.s.containers, equal)
 	a.s.containers, a.s.answers, a.s.err = all, true, nil
 	a.w.mu.Unlock()
+	a.listed = true
 	var asked sync.WaitGroup
-	for id := range ask {
-		if all[id].PID == 0 {
-			a.free <- struct{}{}
+	for _, id := range ask {
+		select {
+		case a.free <- struct{}{}:
 			asked.Go(func() {
 				a.one(limited, id)
 				<-a.free
 			})
+		case <-limited.Done():
 		}
 	}
 	asked.Wait()
@@ -315,6 +372,19 @@ func (a *asker) list(ctx context.Context) error {
 	return nil
 }
 
+// begin is when a question is asked, in events.
+func (w *Watcher) begin(s *source) uint64 {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return s.events
+}
+
+// alive reports whether there is a process of that number here.
+func alive(pid int) bool {
+	_, err := os.Stat("/proc/" + strconv.Itoa(pid))
+	return err == nil
+}
+
 func equal(a, b cgroup.Container) bool {
 	return a.Name == b.Name && a.Image == b.Image && a.PID == b.PID && a.Cgroup == b.Cgroup && maps.Equal(a.Labels, b.Labels)
 }
@@ -322,7 +392,10 @@ func equal(a, b cgroup.Container) bool {
 // changed brings what an event says into force at once, and asks for the rest.
 func (a *asker) changed(ctx context.Context, e change) {
 	a.w.mu.Lock()
+	a.s.events++
+	a.s.touched[e.id] = a.s.events
 	c, known := a.s.containers[e.id]
+	before := c
 	switch {
 	case e.removed:
 		delete(a.s.containers, e.id)
@@ -337,8 +410,11 @@ func (a *asker) changed(ctx context.Context, e change) {
 		c.PID = *e.pid
 		a.s.containers[e.id] = c
 	}
+	now, there := a.s.containers[e.id]
 	a.w.mu.Unlock()
-	a.w.announce()
+	if there != known || !equal(now, before) {
+		a.w.announce()
+	}
 	if !e.removed {
 		a.about(ctx, e.id)
 	}
@@ -380,11 +456,16 @@ func (a *asker) about(ctx context.Context, id string) {
 func (a *asker) one(ctx context.Context, id string) {
 	limited, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
+	began := a.w.begin(a.s)
 	c, ok, err := a.r.get(limited, id)
 	if err != nil {
 		return // the next list sees to it
 	}
 	a.w.mu.Lock()
+	if a.s.touched[id] > began {
+		a.w.mu.Unlock()
+		return // and is asked about again, unless it is gone
+	}
 	before, known := a.s.containers[id]
 	switch {
 	case ok:

@@ -2,6 +2,7 @@ package cgroup
 
 import (
 	"errors"
+	"maps"
 	"path"
 	"regexp"
 	"slices"
@@ -27,7 +28,14 @@ type Container struct {
 }
 
 // Containers are those that a plan names, by the id of their cgroup.
-type Containers map[uint64]*Container
+type Containers map[uint64]*FoundContainer
+
+// FoundContainer is one whose cgroup was found.
+type FoundContainer struct {
+	*Container
+	// fits says which of the plan's items about containers match it, in their order.
+	fits []bool
+}
 
 // AsksContainers reports whether a plan matches containers.
 func AsksContainers(plan *policy.Plan) bool {
@@ -40,8 +48,8 @@ func AsksContainers(plan *policy.Plan) bool {
 var serviceLabels = [...]string{"com.docker.compose.service", "io.podman.compose.service"}
 
 // matchesContainerOf compares them with the container whose cgroup it is; nil if it is none's.
-func (it item) matchesContainerOf(c *Container) bool {
-	return len(it.Container) == 0 || c != nil && it.matchesContainer(c)
+func (it item) matchesContainerOf(c *FoundContainer) bool {
+	return len(it.Container) == 0 || c != nil && c.fits[it.nth]
 }
 
 // matchesContainer compares the keys of container.
@@ -100,6 +108,21 @@ type ContainerFinder struct {
 	tree *Tree
 	// known are cgroups that are a container's by its process, by runtime, id and pid.
 	known map[knownContainer]uint64
+	// plan is what was looked for last, and fits what was found to match each then: to compare a thousand
+	// containers with all globs takes longer than everything else.
+	plan *policy.Plan
+	fits map[knownContainer]fitting
+}
+
+// fitting is which items match a container of these names.
+type fitting struct {
+	of   Container
+	fits []bool
+	any  int // the first, -1 if none
+}
+
+func (f fitting) still(c *Container) bool {
+	return f.of.Name == c.Name && f.of.Image == c.Image && maps.Equal(f.of.Labels, c.Labels)
 }
 
 type knownContainer struct {
@@ -134,14 +157,29 @@ func (f *ContainerFinder) Find(plan *policy.Plan, list []Container, all []Cgroup
 			byName[id] = append(byName[id], c)
 		}
 	}
-	found, known := Containers{}, map[knownContainer]uint64{}
+	if f.plan != plan {
+		f.plan, f.fits = plan, nil
+	}
+	found, known, fits := Containers{}, map[knownContainer]uint64{}, make(map[knownContainer]fitting, len(list))
 	var conds []Condition
 	for i := range list {
-		c := &list[i]
-		n := slices.IndexFunc(items, func(it item) bool { return it.matchesContainer(c) })
+		c := &FoundContainer{Container: &list[i]}
+		name := knownContainer{c.Runtime, c.ID, 0}
+		fit, ok := f.fits[name]
+		if !ok || !fit.still(c.Container) {
+			fit = fitting{of: *c.Container, fits: make([]bool, len(items)), any: -1}
+			for n, it := range items {
+				if fit.fits[n] = it.matchesContainer(c.Container); fit.fits[n] && fit.any < 0 {
+					fit.any = n
+				}
+			}
+		}
+		fits[name] = fit
+		n := fit.any
 		if n < 0 {
 			continue
 		}
+		c.fits = fit.fits
 		key := knownContainer{c.Runtime, c.ID, c.PID}
 		if id, ok := f.known[key]; ok && c.PID != 0 {
 			if _, ok := there[id]; ok {
@@ -149,7 +187,8 @@ func (f *ContainerFinder) Find(plan *policy.Plan, list []Container, all []Cgroup
 				continue
 			}
 		}
-		mine := byName[c.ID]
+		// containerd's ids are NAMESPACE/ID.
+		mine := byName[c.ID[strings.LastIndexByte(c.ID, '/')+1:]]
 		if p, ok := f.tree.specified(c.Cgroup); ok {
 			if at, ok := byPath[p]; ok && !slices.Contains(mine, at) {
 				mine = append(slices.Clone(mine), at)
@@ -168,6 +207,12 @@ func (f *ContainerFinder) Find(plan *policy.Plan, list []Container, all []Cgroup
 		default:
 			own, ok := around(at.Path, mine)
 			if !ok {
+				// Its number may be another process's by now, or in another pid namespace.
+				i := slices.IndexFunc(mine, func(m Cgroup) bool { return m.Owner == 0 && f.tree.populated(m.Path) })
+				if i >= 0 {
+					found[mine[i].ID] = c
+					continue
+				}
 				conds = append(conds, shortfall(TypePlacement, ReasonNoCgroup,
 					"feature %s: container %s of %s is in %s and has no cgroup of its own, so it is in no compartment: run it with one (podman: without --cgroups=disabled)",
 					items[n].feature, c.Name, c.Runtime, at.Path))
@@ -176,7 +221,7 @@ func (f *ContainerFinder) Find(plan *policy.Plan, list []Container, all []Cgroup
 			found[own.ID], known[key] = c, own.ID
 		}
 	}
-	f.known = known
+	f.known, f.fits = known, fits
 	return found, Distinct(conds)
 }
 
@@ -194,6 +239,12 @@ func (f *ContainerFinder) of(pid int, some []Cgroup) (Cgroup, error) {
 		}
 	}
 	return f.tree.Of(pid)
+}
+
+// populated reports whether there are processes in a cgroup or below it.
+func (t *Tree) populated(p string) bool {
+	events, err := t.read(p, "cgroup.events")
+	return err == nil && strings.Contains(events, "populated 1")
 }
 
 // around is the deepest of some cgroups that p is or is in.

@@ -157,3 +157,36 @@ func TestContainerFinder(t *testing.T) {
 		t.Errorf("%v %v", found, conds)
 	}
 }
+
+func TestContainerdByName(t *testing.T) {
+	tree := testTree(t)
+	id := strings.Repeat("cd", 32)
+	mkdir(t, tree, "/cri-containerd-"+id+".scope")
+	child := start(t, tree, "/cri-containerd-"+id+".scope", "hold")
+	p := plan(policy.Enforce, nil, feature("chat", nil, nil, contained("name", "chat")))
+	all, err := tree.Walk()
+	must(t, err)
+	for _, pid := range []int{0, child.Process.Pid} {
+		found, conds := NewContainerFinder(tree).Find(p, []Container{{Runtime: "containerd", ID: "k8s.io/" + id, Name: "chat", PID: pid}}, all)
+		if len(found) != 1 {
+			t.Errorf("pid %d: %v %v", pid, found, conds)
+		}
+	}
+}
+
+// The pid that a runtime told is another process's now.
+func TestContainerPIDReused(t *testing.T) {
+	tree := testTree(t)
+	id := strings.Repeat("ef", 32)
+	mkdir(t, tree, "/docker-"+id+".scope")
+	mkdir(t, tree, "/other.service")
+	start(t, tree, "/docker-"+id+".scope", "hold")
+	other := start(t, tree, "/other.service", "hold")
+	p := plan(policy.Enforce, nil, feature("chat", nil, nil, contained("name", "chat")))
+	all, err := tree.Walk()
+	must(t, err)
+	found, conds := NewContainerFinder(tree).Find(p, []Container{{Runtime: "docker", ID: id, Name: "chat", PID: other.Process.Pid}}, all)
+	if len(found) != 1 {
+		t.Errorf("%v %v", found, conds)
+	}
+}

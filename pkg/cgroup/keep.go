@@ -2,6 +2,7 @@ package cgroup
 
 import (
 	"maps"
+	"path"
 	"slices"
 	"time"
 
@@ -40,7 +41,7 @@ type Keeper struct {
 	// restore are conditions of what could not be put back.
 	restore []Condition
 	// waiting are cgroups whose values wait for a runtime, with their ids.
-	waiting map[string]uint64
+	waiting map[string]waits
 	again   bool
 }
 
@@ -109,17 +110,30 @@ func (k *Keeper) SetValues(plan *policy.Plan, adopted []Adopted) ([]Correction, 
 	before := k.kept
 	k.plan, k.again, k.kept = plan, false, make(map[string]*kept, len(before))
 	waited := k.waiting
-	k.waiting = map[string]uint64{}
+	k.waiting = map[string]waits{}
+	now := time.Now()
 	var put []Correction
 	wanted := map[string][]Value{}
 	for _, c := range all {
-		if old := before[c.Path]; !isSlice(c.Path) && hasValues(asked[c.Path]) && (old == nil || old.ID != c.ID) {
-			if t.settingUp(c, !again || waited[c.Path] == c.ID) {
-				k.waiting[c.Path] = c.ID
-				continue
+		f := asked[c.Path]
+		old, waited := before[c.Path], waited[c.Path]
+		appeared := !again && (old == nil || old.ID != c.ID)
+		if !isSlice(c.Path) && hasValues(f) && (appeared || waited.id == c.ID) {
+			if w, waits := t.settingUp(c, waited, now); waits {
+				named, rest := containerOf(path.Base(c.Path)) != "", withoutIdle(f)
+				switch {
+				case named:
+					k.waiting[c.Path] = w
+					// What was set for one of its name before stays.
+					wanted[c.Path] = Values(f.CPU, f.Memory, f.Pids, func(string) bool { return true })
+					continue
+				case rest != nil:
+					k.waiting[c.Path] = w
+					f = rest
+				}
 			}
 		}
-		g := &kept{Cgroup: c, feature: asked[c.Path], name: names[c.Path]}
+		g := &kept{Cgroup: c, feature: f, name: names[c.Path]}
 		if old := before[c.Path]; old != nil && old.ID == c.ID {
 			if !again && old.feature == g.feature {
 				g = old

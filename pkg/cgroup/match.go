@@ -19,6 +19,8 @@ type item struct {
 	feature     string
 	compartment uint32 // index into Plan.Compartments
 	cmdline     *regexp.Regexp
+	// nth is which of the items about containers this is.
+	nth int
 	// uid is whom User names; known is false for a name that this node does not
 	// know, which matches nobody.
 	uid   uint32
@@ -33,6 +35,7 @@ func itemsOf(plan *policy.Plan) []item {
 		ids[name{c.Feature, c.Tenant}] = uint32(i)
 	}
 	var out []item
+	containers := 0
 	for _, f := range plan.Features {
 		for _, m := range f.Match {
 			id, ok := ids[name{f.Name, m.Tenant}]
@@ -49,6 +52,10 @@ func itemsOf(plan *policy.Plan) []item {
 			}
 			if m.User != "" {
 				it.uid, it.known = uidOf(m.User)
+			}
+			if len(m.Container) > 0 {
+				it.nth = containers
+				containers++
 			}
 			out = append(out, it)
 		}

@@ -36,37 +36,39 @@ func ends(cmd *exec.Cmd) {
 
 func TestSettingUp(t *testing.T) {
 	tree := testTree(t)
-	id := strings.Repeat("ab", 32)
 	for _, tc := range []struct {
-		dir, program   string
-		appeared, want bool
+		dir, program string
+		want         bool
 	}{
-		{"/apps", "", true, true},
-		{"/apps", "", false, false}, // it has been like that for long
-		{"/docker/" + id, "", false, true},
-		{"/x/a.scope", "", true, true},
-		{"/x/a.service", "", true, false}, // systemd is done with it
-		{"/x/a.slice", "", true, false},
-		{"/x/runs", "sleep", true, false},
-		{"/x/runc", "runc", true, true},
-		{"/x/before", "runc", false, true},
-		{"/x/crun", "crun", true, true},
-		{"/x/other", "runcible", true, false},
-		{"/x/a1.service", "runc", true, false},
+		{"/apps", "", true},
+		{"/x/a.scope", "", true},
+		{"/x/a.service", "", false}, // systemd is done with it
+		{"/x/a.slice", "", false},
+		{"/x/runs", "sleep", false},
+		{"/x/runc", "runc", true},
+		{"/x/crun", "crun", true},
+		{"/x/other", "runcible", false},
+		{"/x/a1.service", "runc", false},
 	} {
 		c := mkdir(t, tree, tc.dir)
 		if tc.program != "" {
 			runs(t, tree, tc.dir, tc.program)
 		}
-		if got := tree.settingUp(c, tc.appeared); got != tc.want {
-			t.Errorf("%s with %q, appeared %v: %v", tc.dir, tc.program, tc.appeared, got)
+		now := time.Now()
+		w, got := tree.settingUp(c, waits{}, now)
+		if got != tc.want {
+			t.Errorf("%s with %q: %v", tc.dir, tc.program, got)
+		}
+		// Who has a runtime's name and stays is none.
+		if _, got := tree.settingUp(c, w, now.Add(setupLimit)); got != (tc.want && tc.program == "") {
+			t.Errorf("%s with %q after %v: %v", tc.dir, tc.program, setupLimit, got)
 		}
 	}
 	// Its processes are further down.
 	c := mkdir(t, tree, "/y")
 	mkdir(t, tree, "/y/below")
 	runs(t, tree, "/y/below", "sleep")
-	if tree.settingUp(c, true) {
+	if _, waits := tree.settingUp(c, waits{}, time.Now()); waits {
 		t.Error("one whose processes are below it waits")
 	}
 	// What runc says of itself, and nobody else may.
@@ -80,20 +82,20 @@ func TestSettingUp(t *testing.T) {
 // written any more once there is cpu.idle, and the runtime would give up.
 func TestValuesWaitForRuntime(t *testing.T) {
 	tree := cpuTree(t)
-	must(t, tree.write("/", "cgroup.subtree_control", "+cpu"))
-	p := plan(policy.Enforce, nil, feature("batch", &policy.CPU{Idle: true}, nil, policy.Match{Cgroup: "/web*"}))
+	must(t, tree.write("/", "cgroup.subtree_control", "+cpu +memory"))
+	p := plan(policy.Enforce, nil, feature("batch", &policy.CPU{Idle: true}, &policy.Memory{Max: 1 << 30}, policy.Match{Cgroup: "/web*"}))
 	k := NewKeeper(tree)
 	keeping(t, k, p)
 	mkdir(t, tree, "/web")
 	keeping(t, k, p)
-	wantFiles(t, tree, "/web", map[string]string{"cpu.idle": "0"})
-	if !k.Waiting() || k.Ready() {
+	wantFiles(t, tree, "/web", map[string]string{"cpu.idle": "0", "memory.max": "1073741824"}) // a limit does not wait
+	if k.Waiting() == 0 || k.Ready() {
 		t.Errorf("empty: waiting %v, ready %v", k.Waiting(), k.Ready())
 	}
 	runtime := runs(t, tree, "/web", "runc")
 	keeping(t, k, p)
 	must(t, tree.write("/web", "cpu.weight", "39"))
-	if !k.Waiting() || k.Ready() {
+	if k.Waiting() == 0 || k.Ready() {
 		t.Errorf("a runtime's: waiting %v, ready %v", k.Waiting(), k.Ready())
 	}
 	start(t, tree, "/web", "hold")
@@ -103,12 +105,12 @@ func TestValuesWaitForRuntime(t *testing.T) {
 	}
 	wantPut(t, "the start", keeping(t, k, p))
 	wantFiles(t, tree, "/web", map[string]string{"cpu.idle": "1"})
-	if k.Waiting() {
+	if k.Waiting() > 0 {
 		t.Error("it still waits")
 	}
 	_, conds, err := tree.Remove()
 	noConditions(t, conds, err)
-	wantFiles(t, tree, "/web", map[string]string{"cpu.idle": "0", "cpu.weight": "39"})
+	wantFiles(t, tree, "/web", map[string]string{"cpu.idle": "0", "cpu.weight": "39", "memory.max": "max"})
 
 	// A container's own has a weight instead, so that its runtime can write it later too.
 	own := mkdir(t, tree, "/web-1/"+strings.Repeat("ab", 32))
@@ -131,11 +133,11 @@ func TestValuesWaitForRuntime(t *testing.T) {
 	gone := mkdir(t, tree, "/web-gone")
 	keeping(t, k, p)
 	must(t, syscall.Rmdir(tree.path(gone.Path)))
-	if !k.Waiting() || !k.Ready() {
+	if k.Waiting() == 0 || !k.Ready() {
 		t.Error("one that is gone is waited for")
 	}
 	keeping(t, k, p)
-	if k.Waiting() {
+	if k.Waiting() > 0 {
 		t.Error("and still is")
 	}
 }

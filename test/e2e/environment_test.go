@@ -288,8 +288,7 @@ func TestUnbuilt(t *testing.T) {
 	n := newNode(t)
 	before := n.state()
 	for what, c := range map[string]struct{ from, to, word string }{
-		"hosts":     {"cidrs: [@1/32]", "hosts: [api.example.com]", "names are not built yet"},
-		"container": {"class: realtime", "class: realtime, match: [{container: {name: chat}}]", "match by container is not built yet"},
+		"hosts": {"cidrs: [@1/32]", "hosts: [api.example.com]", "names are not built yet"},
 	} {
 		t.Log(what)
 		n.write(strings.Replace(shares, c.from, c.to, 1))

@@ -1,0 +1,156 @@
+package containers
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	containersapi "github.com/containerd/containerd/api/services/containers/v1"
+	eventsapi "github.com/containerd/containerd/api/services/events/v1"
+	namespacesapi "github.com/containerd/containerd/api/services/namespaces/v1"
+	tasksapi "github.com/containerd/containerd/api/services/tasks/v1"
+	"github.com/containerd/containerd/api/types"
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/types/known/anypb"
+
+	"bulkhead/internal/kerneltest"
+)
+
+// One that listens and never answers is told, and nobody waits for it for long.
+func TestHung(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "docker.sock")
+	l, err := net.Listen("unix", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	w := Watch([]Socket{{Docker, path, true}, {Containerd, path, true}}, slog.New(slog.DiscardHandler))
+	defer w.Close()
+	if r := w.Runtimes(); len(r) != 2 {
+		t.Errorf("%+v", r)
+	}
+	w.Settled(t.Context())
+	for _, r := range w.Runtimes() {
+		if r.Error == "" {
+			t.Errorf("%+v", r)
+		}
+	}
+}
+
+// 1,000 containers of containerd with a usual specification (10 KB).
+func TestManyOfContainerd(t *testing.T) {
+	many := map[string]*containersapi.Container{}
+	for i := range 1000 {
+		id := fmt.Sprintf("c%04d", i)
+		many[id] = &containersapi.Container{ID: id, Image: "box", Spec: &anypb.Any{Value: []byte(`{"x":"` + strings.Repeat("x", 10<<10) + `","linux":{"cgroupsPath":"/default/` + id + `"}}`)}}
+	}
+	f := &fakeContainerd{pids: map[string]uint32{}, events: make(chan *types.Envelope, 10), containers: map[string]map[string]*containersapi.Container{"default": many}}
+	path := filepath.Join(t.TempDir(), "containerd.sock")
+	l, err := net.Listen("unix", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := grpc.NewServer()
+	namespacesapi.RegisterNamespacesServer(server, fakeNamespaces{fakeContainerd: f})
+	containersapi.RegisterContainersServer(server, fakeContainers{fakeContainerd: f})
+	tasksapi.RegisterTasksServer(server, fakeTasks{fakeContainerd: f})
+	eventsapi.RegisterEventsServer(server, fakeEvents{fakeContainerd: f})
+	go server.Serve(l)
+	t.Cleanup(server.Stop)
+	w := watch(t, Socket{Containerd, path, true})
+	if n := len(w.Containers()); n != 1000 {
+		t.Errorf("%d containers, %+v", n, w.Runtimes())
+	}
+}
+
+// A container that was restarted while nobody listened has another process when the runtime is back.
+func TestRestartedMeanwhile(t *testing.T) {
+	e := newEngine(t)
+	e.put("", "a", fake{"chat", "nginx", nil, 11})
+	w := watch(t, Socket{Docker, e.path, true})
+	become(t, w, "docker a chat nginx 11 map[]")
+	e.server.Close()
+	e.put("", "a", fake{"chat", "nginx", nil, 77}) // dockerd restarts it (restart: always) before it answers
+	e.start()
+	become(t, w, "docker a chat nginx 77 map[]")
+}
+
+// A container made while a list is on its way.
+func TestListOfBefore(t *testing.T) {
+	e := newEngine(t)
+	e.put("", "a", fake{"chat", "nginx", nil, 11})
+	hold, held := make(chan struct{}), make(chan struct{}, 10)
+	inner := e.server.Handler
+	n := 0
+	e.server.Handler = http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/v1.41/containers/json" {
+			n++
+			if n == 2 { // the answer is made, then it takes its way
+				e.mu.Lock()
+				out := []map[string]any{}
+				for id, c := range e.containers {
+					out = append(out, map[string]any{"Id": id, "Names": []string{"/" + c.name}, "Image": c.image, "Labels": c.labels, "State": "running"})
+				}
+				e.mu.Unlock()
+				held <- struct{}{}
+				<-hold
+				json.NewEncoder(rw).Encode(out)
+				return
+			}
+		}
+		inner.ServeHTTP(rw, r)
+	})
+	w := watch(t, Socket{Docker, e.path, true})
+	<-held // the second list, after a second
+	e.put("create", "b", fake{"new", "box", nil, 0})
+	become(t, w, "docker a chat nginx 11 map[]\ndocker b new box 0 map[]")
+	close(hold)
+	// What comes after the list is known after it.
+	kerneltest.Poll(t, "the list is in", func() error {
+		e.put("rename", "a", fake{"talk", "nginx", nil, 11})
+		if got := texts(w.Containers()); !strings.Contains(got, "talk") {
+			return errors.New(got)
+		}
+		return nil
+	})
+	if got := texts(w.Containers()); !strings.Contains(got, "docker b new box") {
+		t.Error(got)
+	}
+}
+
+// A socket that nobody listens on any more, which systemd leaves (RemoveOnStop=no is its default): podman was never asked for by name.
+func TestNobodyBehind(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "podman.sock")
+	l, err := net.Listen("unix", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.(*net.UnixListener).SetUnlinkOnClose(false)
+	l.Close()
+	w := watch(t, Socket{Podman, path, false})
+	if r := w.Runtimes(); len(r) != 0 {
+		t.Errorf("%+v", r)
+	}
+}
+
+// The first list of many containers: list reads the map that one() writes, without the lock.
+func TestMany(t *testing.T) {
+	e := newEngine(t)
+	for i := range 400 {
+		e.put("", fmt.Sprint("c", i), fake{fmt.Sprint("c", i), "box", nil, 100 + i})
+	}
+	for range 3 {
+		w := Watch([]Socket{{Docker, e.path, true}}, slog.New(slog.DiscardHandler))
+		w.Settled(t.Context())
+		if n := len(w.Containers()); n != 400 {
+			t.Errorf("%d", n)
+		}
+		w.Close()
+	}
+}
