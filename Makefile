@@ -35,7 +35,7 @@ VM_SKIP          := ^(TestMatching|TestCompartments|TestMaxSlots|TestFlips|TestS
 # Arguments of the rig, for one kernel say: make vm VM_FLAGS='-kernel 6.12 -run Admit'
 VM_FLAGS        := -timeout 25m
 VIRTUAL_FLAGS   := -timeout 20m -jobs 2
-SYSTEM_FLAGS    := -timeout 15m -jobs 2
+SYSTEM_FLAGS    := -timeout 20m -jobs 2
 
 # Of make soak: random operations for so long, and so many connections.
 SOAK_DURATION   := 1h
