@@ -41,11 +41,11 @@ func TestMayMatch(t *testing.T) {
 // What it costs to say which of 600 cgroups 200 features adopt.
 func BenchmarkAdopt(b *testing.B) {
 	var features []policy.Feature
-	all := []Cgroup{{Path: "/", ID: 1}, {Path: "/work", ID: 2, Level: 1}}
+	all := []Cgroup{{Path: "/", ID: 1}, {Path: "/apps", ID: 2, Level: 1}}
 	for i := range 200 {
-		features = append(features, feature(fmt.Sprintf("f%d", i), nil, nil, policy.Match{Cgroup: fmt.Sprintf("/work/*w%d", i)}))
+		features = append(features, feature(fmt.Sprintf("f%d", i), nil, nil, policy.Match{Cgroup: fmt.Sprintf("/apps/*w%d", i)}))
 		for j := range 3 {
-			all = append(all, Cgroup{Path: fmt.Sprintf("/work/%dw%d", j, i), ID: uint64(len(all) + 1), Level: 2})
+			all = append(all, Cgroup{Path: fmt.Sprintf("/apps/%dw%d", j, i), ID: uint64(len(all) + 1), Level: 2})
 		}
 	}
 	p := plan(policy.Enforce, nil, features...)

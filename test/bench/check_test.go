@@ -236,15 +236,15 @@ func TestMarkdown(t *testing.T) {
 }
 
 func TestAdoptions(t *testing.T) {
-	log := `{"time":"2026-01-01T00:00:00.0125Z","level":"INFO","msg":"adopted a cgroup","cgroup":"/work/a","id":7}
+	log := `{"time":"2026-01-01T00:00:00.0125Z","level":"INFO","msg":"adopted a cgroup","cgroup":"/apps/a","id":7}
 not JSON
-{"time":"2026-01-01T00:00:01Z","level":"INFO","msg":"adopted a cgroup","cgroup":"/work/other"}
+{"time":"2026-01-01T00:00:01Z","level":"INFO","msg":"adopted a cgroup","cgroup":"/apps/other"}
 `
-	made := map[string]time.Time{"/work/a": time.Date(2026, 1, 1, 0, 0, 0, 10e6, time.UTC)}
+	made := map[string]time.Time{"/apps/a": time.Date(2026, 1, 1, 0, 0, 0, 10e6, time.UTC)}
 	if took, err := adoptions(made, strings.NewReader(log)); err != nil || !slices.Equal(took, []float64{2.5}) {
 		t.Errorf("%v, %v", took, err)
 	}
-	made["/work/b"] = time.Time{}
+	made["/apps/b"] = time.Time{}
 	if took, err := adoptions(made, strings.NewReader(log)); err == nil {
 		t.Errorf("no error of one that was not adopted: %v", took)
 	}

@@ -177,7 +177,7 @@ func (s *sleepers) policy() string {
 	var b strings.Builder
 	b.WriteString(head + "providers:\n  p: {cidrs: [127.0.0.1/32], ports: [9000-9099], limits: {connections: 1000}}\nfeatures:\n")
 	for i := range s.compartments {
-		match := fmt.Sprintf(`cgroup: "/work/*w%d"`, i)
+		match := fmt.Sprintf(`cgroup: "/apps/*w%d"`, i)
 		if s.match == byExe {
 			match = fmt.Sprintf("exe: %q", s.program(i))
 		}
@@ -189,7 +189,7 @@ func (s *sleepers) policy() string {
 func (s *sleepers) program(i int) string { return filepath.Join(s.dir, fmt.Sprintf("sleep%d", i)) }
 
 func (s *sleepers) make() error {
-	work := filepath.Join(s.root, "work")
+	work := filepath.Join(s.root, "apps")
 	if err := errors.Join(os.Mkdir(s.dir, 0o755), controllersFor(s.root), os.MkdirAll(work, 0o755)); err != nil {
 		return err
 	}
@@ -297,7 +297,7 @@ func (s *sleepers) more(n *node) (map[string]time.Time, error) {
 	random := rand.New(rand.NewPCG(1, 2))
 	for i := range 100 {
 		progress("upkeep: new cgroups: %d of 100", i+1)
-		name := fmt.Sprintf("/work/n%d-w%d", i, random.IntN(s.compartments))
+		name := fmt.Sprintf("/apps/n%d-w%d", i, random.IntN(s.compartments))
 		made[name] = time.Now()
 		if err := os.Mkdir(filepath.Join(s.root, name), 0o755); err != nil {
 			return nil, err
