@@ -136,6 +136,7 @@ func (a *app) preview(ctx context.Context, next *policy.Plan) (*preview, error) 
 	}
 	p.Release = a.notHeard(ctx, p.Release, runtimes, next, all)
 	placer := cgroup.NewPlacer(tree, next)
+	placer.Containers(found)
 	moves, err := placer.Preview()
 	if err != nil {
 		return nil, err

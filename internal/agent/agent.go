@@ -24,10 +24,10 @@ import (
 
 // Options are what an agent is told at its start.
 type Options struct {
-	Policy      string // a file, or a directory of *.yaml
-	CgroupRoot  string // "": the true root, found by type
-	BPFFS       string // a bpf file system
-	Runtimes    []containers.Socket
+	Policy      string              // a file, or a directory of *.yaml
+	CgroupRoot  string              // "": the true root, found by type
+	BPFFS       string              // a bpf file system
+	Runtimes    []containers.Socket // of the container runtimes to ask
 	AdminSocket string
 	// MaxConnections is how many open connections there is room to count, see
 	// conn.Options.MaxSlots.

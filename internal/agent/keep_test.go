@@ -108,7 +108,7 @@ func TestSentBackLater(t *testing.T) {
 	defer stdin.Close()
 	a := keeping(t, tree, with)
 	kerneltest.Poll(t, "it is moved", func() error {
-		if err := a.procs.follow(with); err != nil {
+		if err := a.procs.follow(with, nil); err != nil {
 			return err
 		}
 		if slices.Contains(pidsIn(t, origin), cmd.Process.Pid) {

@@ -57,9 +57,10 @@ func (p *processes) wake() (<-chan struct{}, <-chan time.Time) {
 }
 
 // follow makes a plan the one by which processes are placed, and places all
-// that there are.
-func (p *processes) follow(plan *policy.Plan) error {
+// that there are. found are the containers that it names.
+func (p *processes) follow(plan *policy.Plan, found cgroup.Containers) error {
 	next := cgroup.NewPlacer(p.tree, plan)
+	next.Containers(found)
 	next.Follow(p.placer)
 	p.placer = next
 	if !next.Needed() {
@@ -75,6 +76,13 @@ func (p *processes) follow(plan *policy.Plan) error {
 		p.events = events
 	}
 	return p.pass()
+}
+
+// contain tells which cgroups are those of containers that the plan names.
+func (p *processes) contain(found cgroup.Containers) {
+	if p.placer != nil {
+		p.placer.Containers(found)
+	}
 }
 
 func (p *processes) startPolling(why error) {

@@ -92,7 +92,7 @@ func TestAThousandForks(t *testing.T) {
 		t.Fatal(err)
 	}
 	p := processes{tree: tree, log: slog.New(slog.DiscardHandler)}
-	if err := p.follow(plan); err != nil {
+	if err := p.follow(plan, nil); err != nil {
 		t.Fatal(err)
 	}
 	defer p.close()

@@ -200,7 +200,7 @@ func (a *agent) commit(ctx context.Context, plan *policy.Plan) (err error) {
 	a.setup, a.setupAt = conds, time.Now().Add(setupEvery)
 	a.settle(p)
 	a.sendBack()
-	a.complain("place processes", a.procs.follow(plan))
+	a.complain("place processes", a.procs.follow(plan, a.runtimes.found))
 	a.prune()
 	a.adopt(ctx)
 	return nil
@@ -406,6 +406,7 @@ func (a *agent) look() []cgroup.Cgroup {
 		}
 		p = place(a.plan, all, a.runtimes.find(a.plan, all))
 	}
+	a.procs.contain(a.runtimes.found)
 	if !slices.Equal(p.members, a.placement.members) {
 		err := a.kernel.SetMembers(p.members)
 		a.complain("tell the kernel of cgroups", err)

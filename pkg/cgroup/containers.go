@@ -33,6 +33,7 @@ type Containers map[uint64]*FoundContainer
 // FoundContainer is one whose cgroup was found.
 type FoundContainer struct {
 	*Container
+	path string // of its cgroup
 	// fits says which of the plan's items about containers match it, in their order.
 	fits []bool
 }
@@ -220,6 +221,9 @@ func (f *ContainerFinder) Find(plan *policy.Plan, list []Container, all []Cgroup
 			}
 			found[own.ID], known[key] = c, own.ID
 		}
+	}
+	for id, c := range found {
+		c.path = there[id].Path
 	}
 	f.known, f.fits = known, fits
 	return found, Distinct(conds)

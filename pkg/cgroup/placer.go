@@ -39,6 +39,9 @@ type Placer struct {
 	// container.
 	namespaces map[string][]string
 
+	// containers are those that the plan names, by path; contained is whether others are since the last Verify.
+	containers map[string]*FoundContainer
+	contained  bool
 	// followed are the processes that match and those that come of them.
 	followed map[int]follow
 	// gone are processes that had ended when they were to be looked at, since Begin:
@@ -95,7 +98,7 @@ type Moved struct {
 func NewPlacer(t *Tree, plan *policy.Plan) *Placer {
 	p := &Placer{tree: t, plan: plan, followed: map[int]follow{}, gone: map[int]bool{}, refused: map[refusal]map[int]uint64{},
 		self: os.Getpid(), namespaces: map[string][]string{}, counts: Placed{Skipped: map[string]uint64{}}}
-	p.items = placingItems(plan)
+	p.items = itemsOf(plan)
 	if plan.Mode == policy.Observe || !slices.ContainsFunc(p.items, item.OfProcess) {
 		p.items = nil
 	}
@@ -147,6 +150,30 @@ func (p *Placer) Follow(before *Placer) {
 			}
 		}
 	}
+}
+
+// Containers tells which cgroups are those of containers that the plan names: who is in one that an earlier item
+// matches is where that item has it.
+func (p *Placer) Containers(found Containers) {
+	byPath := make(map[string]*FoundContainer, len(found))
+	same := len(found) == len(p.containers)
+	for _, c := range found {
+		byPath[c.path] = c
+		old := p.containers[c.path]
+		same = same && old != nil && slices.Equal(old.fits, c.fits)
+	}
+	p.containers = byPath
+	p.contained = p.contained || !same
+}
+
+// inContainer reports whether a cgroup is or is in that of a container which an item matches.
+func (p *Placer) inContainer(it item, at string) bool {
+	for ; at != "/" && at != "."; at = path.Dir(at) {
+		if c := p.containers[at]; c != nil && it.matchesContainerOf(c) && it.matchesCgroup(at) {
+			return true
+		}
+	}
+	return false
 }
 
 // places reports whether an item puts processes into a compartment.
@@ -224,7 +251,7 @@ func (p *Placer) Verify() {
 		for pid, start := range pids {
 			if !(process{pid: pid, start: start}).still() {
 				delete(pids, pid)
-			} else if kindOf(r.why) == "refused" {
+			} else if p.contained || kindOf(r.why) == "refused" {
 				delete(pids, pid)
 				p.Look(pid)
 			}
@@ -233,6 +260,7 @@ func (p *Placer) Verify() {
 			delete(p.refused, r)
 		}
 	}
+	p.contained = false
 }
 
 // young is for how long a process is looked at again by Poll: it may become
@@ -353,7 +381,7 @@ func (p *Placer) comesOf(pr process, of *uint32) (uint32, bool) {
 func (p *Placer) target(pr process, of *uint32) (compartment uint32, ok bool, err error) {
 	where := "" // read for those only who match otherwise: most processes do not
 	around := func(it item) (bool, error) {
-		if it.Unit == "" && it.Cgroup == "" {
+		if it.Unit == "" && it.Cgroup == "" && len(it.Container) == 0 {
 			return true, nil
 		}
 		if where == "" {
@@ -362,6 +390,9 @@ func (p *Placer) target(pr process, of *uint32) (compartment uint32, ok bool, er
 				return false, err
 			}
 			where = c.Path
+		}
+		if len(it.Container) > 0 {
+			return p.inContainer(it, where), nil
 		}
 		return it.around(where), nil
 	}
@@ -534,7 +565,7 @@ func (p *Placer) container(pr process, kind string) string {
 	if slices.Contains(p.namespaces[kind], ns) {
 		return ""
 	}
-	return fmt.Sprintf("container: it is in a %s namespace of its own; match its cgroup instead", kind)
+	return fmt.Sprintf("container: it is in a %s namespace of its own; match it by container, or its cgroup", kind)
 }
 
 // protects reports whether a cgroup, or one that it is in, is protected: see Protected.

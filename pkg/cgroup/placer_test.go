@@ -203,24 +203,69 @@ func TestNotLoose(t *testing.T) {
 	for kind, flag := range map[string]uintptr{"pid": unix.CLONE_NEWPID, "mnt": unix.CLONE_NEWNS, "cgroup": unix.CLONE_NEWCGROUP} {
 		t.Run(kind+" namespace", func(t *testing.T) {
 			placer := placing(t, tree, plan(policy.Enforce, nil, feature("chat", nil, nil, marked(t))))
-			cmd := exec.Command("/bin/sh", "-c", "read -r x; exit 0", mark(t))
-			cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: flag}
-			in, err := cmd.StdinPipe()
-			must(t, err)
 			mkdir(t, tree, "/container")
-			d, err := os.Open(tree.path("/container"))
-			must(t, err)
-			defer d.Close()
-			cmd.SysProcAttr.UseCgroupFD, cmd.SysProcAttr.CgroupFD = true, int(d.Fd())
-			must(t, cmd.Start())
-			defer cmd.Wait()
-			defer in.Close()
+			apart(t, tree, "/container", flag, mark(t))
 			must(t, placer.Pass())
 			if n := placer.Counts(); n.Moved != 0 || n.Skipped["container"] != 1 {
 				t.Errorf("%+v", n)
 			}
 			wantCondition(t, placer.Conditions(), TypePlacement, ReasonNotLoose, kind+" namespace of its own", "/container")
 		})
+	}
+}
+
+// apart starts a process with a namespace of its own.
+func apart(t *testing.T, tree *Tree, in string, flag uintptr, mark string) {
+	t.Helper()
+	d, err := os.Open(tree.path(in))
+	must(t, err)
+	defer d.Close()
+	cmd := exec.Command("/bin/sh", "-c", "read -r x; exit 0", mark)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: flag, UseCgroupFD: true, CgroupFD: int(d.Fd())}
+	stdin, err := cmd.StdinPipe()
+	must(t, err)
+	must(t, cmd.Start())
+	t.Cleanup(func() {
+		stdin.Close()
+		_ = cmd.Wait()
+	})
+}
+
+// A process in a container that an earlier item matches is where that item has it, and nobody is told that it stays;
+// also where the container is known only later.
+func TestInMatchedContainer(t *testing.T) {
+	tree := testTree(t)
+	id := strings.Repeat("ab", 32)
+	at := "/docker-" + id + ".scope"
+	mkdir(t, tree, at+"/below")
+	apart(t, tree, at+"/below", unix.CLONE_NEWPID, mark(t))
+	other := policy.Match{Container: map[string]string{"name": "other"}}
+	for name, want := range map[string]bool{"web": true, "other": false} {
+		pl := plan(policy.Enforce, nil, feature("batch", nil, nil, other), feature("web", nil, nil, policy.Match{Container: map[string]string{"name": "web"}}),
+			feature("chat", nil, nil, marked(t), other))
+		all, err := tree.Walk()
+		must(t, err)
+		found, conds := NewContainerFinder(tree).Find(pl, []Container{{Runtime: "docker", ID: id, Name: name}}, all)
+		noConditions(t, conds, nil)
+		if !want { // the item that matches comes after the process's
+			pl = plan(policy.Enforce, nil, feature("chat", nil, nil, marked(t), other))
+			found, _ = NewContainerFinder(tree).Find(pl, []Container{{Runtime: "docker", ID: id, Name: name}}, all)
+		}
+		placer := placing(t, tree, pl)
+		must(t, placer.Pass())
+		wantCondition(t, placer.Conditions(), TypePlacement, ReasonNotLoose, "pid namespace of its own", at)
+		placer.Containers(found)
+		placer.Verify()
+		if got := len(placer.Conditions()) == 0; got != want {
+			t.Errorf("container %s: %+v", name, placer.Conditions())
+		}
+		if want {
+			before := placer.Counts().Skipped["container"]
+			must(t, placer.Pass())
+			if n := placer.Counts().Skipped["container"]; n != before {
+				t.Errorf("%d skipped, were %d", n, before)
+			}
+		}
 	}
 }
 
