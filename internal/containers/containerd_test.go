@@ -140,13 +140,9 @@ func (f *fakeContainerd) tell(t *testing.T, ns string, m proto.Message, change f
 	f.events <- &types.Envelope{Namespace: ns, Event: any}
 }
 
-func TestContainerd(t *testing.T) {
-	f := &fakeContainerd{pids: map[string]uint32{"web": 11}, events: make(chan *types.Envelope, 10), containers: map[string]map[string]*containersapi.Container{
-		"default": {"web": {ID: "web", Image: "docker.io/library/nginx:1.27", Labels: map[string]string{"nerdctl/name": "shop"},
-			Spec: &anypb.Any{Value: []byte(`{"linux": {"cgroupsPath": "/default/web"}}`)}}},
-		"k8s.io": {"c1": {ID: "c1", Labels: map[string]string{"io.kubernetes.container.name": "chat"}, Spec: &anypb.Any{Value: []byte("not json")}}},
-		"moby":   {"d1": {ID: "d1"}}, // Docker tells of it
-	}}
+// serveContainerd has it answer until the test ends.
+func serveContainerd(t *testing.T, f *fakeContainerd) Socket {
+	t.Helper()
 	path := filepath.Join(t.TempDir(), "containerd.sock")
 	l, err := net.Listen("unix", path)
 	if err != nil {
@@ -159,8 +155,17 @@ func TestContainerd(t *testing.T) {
 	eventsapi.RegisterEventsServer(server, fakeEvents{fakeContainerd: f})
 	go server.Serve(l)
 	t.Cleanup(server.Stop)
+	return Socket{Containerd, path, true}
+}
 
-	w := watch(t, Socket{Containerd, path, true})
+func TestContainerd(t *testing.T) {
+	f := &fakeContainerd{pids: map[string]uint32{"web": 11}, events: make(chan *types.Envelope, 10), containers: map[string]map[string]*containersapi.Container{
+		"default": {"web": {ID: "web", Image: "docker.io/library/nginx:1.27", Labels: map[string]string{"nerdctl/name": "shop"},
+			Spec: &anypb.Any{Value: []byte(`{"linux": {"cgroupsPath": "/default/web"}}`)}}},
+		"k8s.io": {"c1": {ID: "c1", Labels: map[string]string{"io.kubernetes.container.name": "chat"}, Spec: &anypb.Any{Value: []byte("not json")}}},
+		"moby":   {"d1": {ID: "d1"}}, // Docker tells of it
+	}}
+	w := watch(t, serveContainerd(t, f))
 	const web = "containerd default/web shop docker.io/library/nginx:1.27 11 map[nerdctl/name:shop]"
 	const chat = "\ncontainerd k8s.io/c1 chat  0 map[io.kubernetes.container.name:chat]"
 	if got := texts(w.Containers()); got != web+chat || w.Containers()[0].Cgroup != "/default/web" {

@@ -46,7 +46,9 @@ func (e engine) list(ctx context.Context) (list []cgroup.Container, ask map[stri
 	}
 	ask = map[string]bool{}
 	for _, s := range all.Items {
-		if s.State == container.StateRunning || s.State == container.StatePaused {
+		// It is an id if the name that it was made by is another image's now: one that is stopped would not match when
+		// it starts again.
+		if s.State == container.StateRunning || s.State == container.StatePaused || s.Image == s.ImageID {
 			ask[s.ID] = true
 		}
 		c := cgroup.Container{Runtime: e.Runtime, ID: s.ID, Image: s.Image, Labels: s.Labels}

@@ -1,22 +1,19 @@
 package containers
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	containersapi "github.com/containerd/containerd/api/services/containers/v1"
-	eventsapi "github.com/containerd/containerd/api/services/events/v1"
-	namespacesapi "github.com/containerd/containerd/api/services/namespaces/v1"
-	tasksapi "github.com/containerd/containerd/api/services/tasks/v1"
 	"github.com/containerd/containerd/api/types"
-	"google.golang.org/grpc"
 	"google.golang.org/protobuf/types/known/anypb"
 
 	"bulkhead/internal/kerneltest"
@@ -51,19 +48,7 @@ func TestManyOfContainerd(t *testing.T) {
 		many[id] = &containersapi.Container{ID: id, Image: "box", Spec: &anypb.Any{Value: []byte(`{"x":"` + strings.Repeat("x", 10<<10) + `","linux":{"cgroupsPath":"/default/` + id + `"}}`)}}
 	}
 	f := &fakeContainerd{pids: map[string]uint32{}, events: make(chan *types.Envelope, 10), containers: map[string]map[string]*containersapi.Container{"default": many}}
-	path := filepath.Join(t.TempDir(), "containerd.sock")
-	l, err := net.Listen("unix", path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	server := grpc.NewServer()
-	namespacesapi.RegisterNamespacesServer(server, fakeNamespaces{fakeContainerd: f})
-	containersapi.RegisterContainersServer(server, fakeContainers{fakeContainerd: f})
-	tasksapi.RegisterTasksServer(server, fakeTasks{fakeContainerd: f})
-	eventsapi.RegisterEventsServer(server, fakeEvents{fakeContainerd: f})
-	go server.Serve(l)
-	t.Cleanup(server.Stop)
-	w := watch(t, Socket{Containerd, path, true})
+	w := watch(t, serveContainerd(t, f))
 	if n := len(w.Containers()); n != 1000 {
 		t.Errorf("%d containers, %+v", n, w.Runtimes())
 	}
@@ -71,55 +56,58 @@ func TestManyOfContainerd(t *testing.T) {
 
 // A container that was restarted while nobody listened has another process when the runtime is back.
 func TestRestartedMeanwhile(t *testing.T) {
-	e := newEngine(t)
-	e.put("", "a", fake{"chat", "nginx", nil, 11})
-	w := watch(t, Socket{Docker, e.path, true})
+	e := kerneltest.NewEngine(t)
+	e.Put("", "a", fake("chat", "nginx", nil, 11))
+	w := watch(t, Socket{Docker, e.Path, true})
 	become(t, w, "docker a chat nginx 11 map[]")
-	e.server.Close()
-	e.put("", "a", fake{"chat", "nginx", nil, 77}) // dockerd restarts it (restart: always) before it answers
-	e.start()
+	e.Stop()
+	e.Put("", "a", fake("chat", "nginx", nil, 77)) // dockerd restarts it (restart: always) before it answers
+	e.Start()
 	become(t, w, "docker a chat nginx 77 map[]")
 }
 
 // A container made while a list is on its way.
 func TestListOfBefore(t *testing.T) {
-	e := newEngine(t)
-	e.put("", "a", fake{"chat", "nginx", nil, 11})
+	e := kerneltest.NewEngine(t)
+	e.Put("", "a", fake("chat", "nginx", nil, 11))
 	hold, held := make(chan struct{}), make(chan struct{}, 10)
-	inner := e.server.Handler
+	inner := e.Handler
 	n := 0
-	e.server.Handler = http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+	e.Handler = http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
 		if r.URL.Path == "/v1.41/containers/json" {
 			n++
 			if n == 2 { // the answer is made, then it takes its way
-				e.mu.Lock()
-				out := []map[string]any{}
-				for id, c := range e.containers {
-					out = append(out, map[string]any{"Id": id, "Names": []string{"/" + c.name}, "Image": c.image, "Labels": c.labels, "State": "running"})
-				}
-				e.mu.Unlock()
+				e.Put("", "c", fake("listed", "box", nil, 0)) // of which only it tells
+				answer := httptest.NewRecorder()
+				inner.ServeHTTP(answer, r)
 				held <- struct{}{}
 				<-hold
-				json.NewEncoder(rw).Encode(out)
+				rw.Write(answer.Body.Bytes())
 				return
 			}
 		}
 		inner.ServeHTTP(rw, r)
 	})
-	w := watch(t, Socket{Docker, e.path, true})
-	<-held // the second list, after a second
-	e.put("create", "b", fake{"new", "box", nil, 0})
+	w := watch(t, Socket{Docker, e.Path, true})
+	select {
+	case <-held: // the second list, after a second
+	case <-time.After(30 * time.Second):
+		t.Fatal("no second list: containerd does not say when it begins to tell of events")
+	}
+	e.Put("create", "b", fake("new", "box", nil, 0))
 	become(t, w, "docker a chat nginx 11 map[]\ndocker b new box 0 map[]")
+	e.Put("destroy", "a", kerneltest.Container{})
+	become(t, w, "docker b new box 0 map[]")
+	e.Hang("a") // nothing but the event says that it is gone
 	close(hold)
-	// What comes after the list is known after it.
-	kerneltest.Poll(t, "the list is in", func() error {
-		e.put("rename", "a", fake{"talk", "nginx", nil, 11})
-		if got := texts(w.Containers()); !strings.Contains(got, "talk") {
+	// The list adds what it alone tells, and is no news of what was told since.
+	announced(t, w, func() error {
+		if got := texts(w.Containers()); !strings.Contains(got, "docker c listed box") {
 			return errors.New(got)
 		}
 		return nil
 	})
-	if got := texts(w.Containers()); !strings.Contains(got, "docker b new box") {
+	if got := texts(w.Containers()); got != "docker b new box 0 map[]\ndocker c listed box 0 map[]" {
 		t.Error(got)
 	}
 }
@@ -141,12 +129,12 @@ func TestNobodyBehind(t *testing.T) {
 
 // The first list of many containers: list reads the map that one() writes, without the lock.
 func TestMany(t *testing.T) {
-	e := newEngine(t)
+	e := kerneltest.NewEngine(t)
 	for i := range 400 {
-		e.put("", fmt.Sprint("c", i), fake{fmt.Sprint("c", i), "box", nil, 100 + i})
+		e.Put("", fmt.Sprint("c", i), fake(fmt.Sprint("c", i), "box", nil, 100+i))
 	}
 	for range 3 {
-		w := Watch([]Socket{{Docker, e.path, true}}, slog.New(slog.DiscardHandler))
+		w := Watch([]Socket{{Docker, e.Path, true}}, slog.New(slog.DiscardHandler))
 		w.Settled(t.Context())
 		if n := len(w.Containers()); n != 400 {
 			t.Errorf("%d", n)

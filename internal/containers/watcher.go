@@ -54,8 +54,8 @@ type Runtime struct {
 type runtime interface {
 	// ping finds out whether anybody answers.
 	ping(ctx context.Context) error
-	// list gives all containers that there are, running or not, and which of those that run
-	// have to be asked about for their process.
+	// list gives all containers that there are, running or not, and which have to be asked
+	// about for their process or the name of their image.
 	list(ctx context.Context) (all []cgroup.Container, ask map[string]bool, err error)
 	// get gives one; ok is false if there is none of that id.
 	get(ctx context.Context, id string) (c cgroup.Container, ok bool, err error)
@@ -311,12 +311,12 @@ type asker struct {
 	todo map[string]bool // asked about now; true: to be asked about again after that
 }
 
-// list asks for all containers, and about those whose process is not known.
+// list asks for all containers, and about those of which it does not say all.
 func (a *asker) list(ctx context.Context) error {
 	limited, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
 	began := a.w.begin(a.s)
-	list, running, err := a.r.list(limited)
+	list, lacking, err := a.r.list(limited)
 	if err != nil {
 		return err
 	}
@@ -324,12 +324,12 @@ func (a *asker) list(ctx context.Context) error {
 	var ask []string
 	a.w.mu.Lock()
 	for _, c := range list {
-		if known, ok := a.s.containers[c.ID]; ok && running[c.ID] {
+		if known, ok := a.s.containers[c.ID]; ok && lacking[c.ID] {
 			// A list may have the id of an image in place of its name.
 			c.PID, c.Image = known.PID, known.Image
 		}
 		// While nobody told of them they may have been restarted.
-		if running[c.ID] && (!a.listed || c.PID == 0 || !alive(c.PID)) {
+		if lacking[c.ID] && (!a.listed || c.PID == 0 || !alive(c.PID)) {
 			ask = append(ask, c.ID)
 		}
 		all[c.ID] = c

@@ -61,6 +61,7 @@ func someCgroups() []Cgroup {
 
 func anAgent() Agent {
 	return Agent{Generation: 3, LastReload: time.UnixMilli(1_700_000_000_250), LastReloadSuccessful: true, ReloadFailures: 2, SlotsReclaimed: 5, ReconcileErrors: 6,
+		Runtimes:       []Runtime{{Runtime: "docker", Socket: "/run/docker.sock", Up: true}, {Runtime: "podman", Socket: "/run/podman/podman.sock"}},
 		ProcessesMoved: 7, MembershipLost: 8, ProcessesSkipped: map[string]uint64{"managed": 9, "gone": 0},
 		ValuesCorrected: []Corrected{{}, {Feature: "chat", Count: 7}, {Feature: "chat", Tenant: "free"}}}
 }
@@ -122,6 +123,10 @@ bulkhead_connections_open{feature_group="chat",provider="deepseek",state="udp",t
 # TYPE bulkhead_connections_total counter
 bulkhead_connections_total{feature_group="chat",provider="deepseek",tenant=""} 120
 bulkhead_connections_total{feature_group="chat",provider="other",tenant="free"} 9
+# HELP bulkhead_container_runtime_up 1 if a container runtime that the agent asks answers, else 0; none while no feature matches containers.
+# TYPE bulkhead_container_runtime_up gauge
+bulkhead_container_runtime_up{runtime="docker",socket="/run/docker.sock"} 1
+bulkhead_container_runtime_up{runtime="podman",socket="/run/podman/podman.sock"} 0
 # HELP bulkhead_cpu_periods_total Periods in which a quota of the compartment's cgroups was counted.
 # TYPE bulkhead_cpu_periods_total counter
 bulkhead_cpu_periods_total{feature_group="chat",tenant=""} 11

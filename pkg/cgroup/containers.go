@@ -182,7 +182,7 @@ func (f *ContainerFinder) Find(plan *policy.Plan, list []Container, all []Cgroup
 		}
 		c.fits = fit.fits
 		key := knownContainer{c.Runtime, c.ID, c.PID}
-		if id, ok := f.known[key]; ok && c.PID != 0 {
+		if id, ok := f.known[key]; ok {
 			if _, ok := there[id]; ok {
 				found[id], known[key] = c, id
 				continue

@@ -94,12 +94,12 @@ func TestContainerFinder(t *testing.T) {
 	tree := testTree(t)
 	id := func(c string) string { return strings.Repeat(c, 64) }
 	for _, dir := range []string{"/system.slice/docker-" + id("a") + ".scope/init.scope", "/system.slice/docker-" + id("b") + ".scope",
-		"/user.slice/docker-" + id("c") + ".scope", "/machine.slice/libpod-conmon-" + id("d") + ".scope", "/system.slice/ssh.scope", "/default/web", "/default/other"} {
+		"/user.slice/docker-" + id("c") + ".scope", "/machine.slice/libpod-conmon-" + id("d") + ".scope", "/system.slice/ssh.scope", "/default/web", "/default/web-2"} {
 		mkdir(t, tree, dir)
 	}
 	inside := start(t, tree, "/system.slice/docker-"+id("a")+".scope/init.scope", "hold")
 	bare := start(t, tree, "/system.slice/ssh.scope", "hold")
-	other := start(t, tree, "/default/other", "hold")
+	other := start(t, tree, "/default/web-2", "hold")
 	must(t, os.Chown(tree.path("/user.slice/docker-"+id("c")+".scope"), 1000, 1000))
 
 	list := []Container{
@@ -135,7 +135,7 @@ func TestContainerFinder(t *testing.T) {
 			t.Errorf("got  %q\nwant %q", got, want)
 		}
 		if len(conds) != 2 || conds[0].Reason != ReasonNoCgroup || !strings.Contains(conds[0].Message, "container bare of podman is in /system.slice/ssh.scope") ||
-			!strings.Contains(conds[1].Message, "container moved of containerd is in /default/other") {
+			!strings.Contains(conds[1].Message, "container moved of containerd is in /default/web-2") {
 			t.Errorf("%+v", conds)
 		}
 	}
@@ -152,9 +152,68 @@ func TestContainerFinder(t *testing.T) {
 	if got, _ := look(); !slices.Equal(got, want) {
 		t.Errorf("got %q", got)
 	}
+	// What it remembers of another plan, or of another name, is no answer.
+	p = plan(policy.Enforce, []string{"free"}, feature("chat", nil, nil, contained("name", "starts")), feature("batch", nil, nil, contained("image", "box"), contained("label", "tier=free")))
+	if got, _ := look(); !slices.Equal(got, []string{"/system.slice/docker-" + id("b") + ".scope=chat by starts"}) {
+		t.Errorf("by another plan: %q", got)
+	}
+	list[0].Image = "box"
+	if got, _ := look(); len(got) != 2 || !strings.HasSuffix(got[0], ".scope=batch by runs") {
+		t.Errorf("with another image: %q", got)
+	}
+	list[0].Image, list[1].Labels = "other", map[string]string{"tier": "free"}
+	list[1].Name = "renamed"
+	if got, _ := look(); !slices.Equal(got, []string{"/system.slice/docker-" + id("b") + ".scope=batch by renamed"}) {
+		t.Errorf("with another name: %q", got)
+	}
+	list[1].Labels = map[string]string{"tier": "pro"}
+	if got, _ := look(); len(got) > 0 {
+		t.Errorf("with another label: %q", got)
+	}
 	// A plan that names no containers has nobody asked.
 	if found, conds := f.Find(plan(policy.Enforce, nil, feature("chat", nil, nil, policy.Match{Unit: "a.service"})), list, nil); found != nil || conds != nil {
 		t.Errorf("%v %v", found, conds)
+	}
+}
+
+// Of several cgroups of a container's name the deepest around its process is its own; before there is a process, one
+// is taken for it, and that is the outermost.
+func TestContainerNested(t *testing.T) {
+	tree := testTree(t)
+	id := strings.Repeat("ab", 32)
+	outer := mkdir(t, tree, "/a/libpod-"+id+".scope")
+	inner := mkdir(t, tree, outer.Path+"/"+id)
+	mkdir(t, tree, "/b/"+id)
+	p := plan(policy.Enforce, nil, feature("chat", nil, nil, contained("name", "chat")))
+	all, err := tree.Walk()
+	must(t, err)
+	f := NewContainerFinder(tree)
+	only := func(when string, pid int, want Cgroup) {
+		t.Helper()
+		found, conds := f.Find(p, []Container{{Runtime: "podman", ID: id, Name: "chat", PID: pid}}, all)
+		if len(found) != 1 || found[want.ID] == nil || len(conds) > 0 {
+			t.Errorf("%s: %v %v, want %s", when, found, conds, want.Path)
+		}
+	}
+	only("without a process", 0, outer)
+	only("with one in the inner", start(t, tree, inner.Path, "hold").Process.Pid, inner)
+	outside := start(t, tree, outer.Path, "hold").Process.Pid
+	only("with one in the outer", outside, outer)
+
+	// Once it is known it stays known, also if it is a user's and its process has ended, until the cgroup is gone.
+	must(t, os.Chown(tree.path(inner.Path), 1000, 1000))
+	must(t, os.Chown(tree.path(outer.Path), 1000, 1000))
+	must(t, os.Chown(tree.path("/b/"+id), 1000, 1000))
+	all, err = tree.Walk()
+	must(t, err)
+	moved := start(t, tree, inner.Path, "hold")
+	only("a user's", moved.Process.Pid, inner)
+	must(t, moved.Process.Kill())
+	_, _ = moved.Process.Wait()
+	only("a user's whose process has ended", moved.Process.Pid, inner)
+	all = slices.DeleteFunc(all, func(c Cgroup) bool { return c.ID == inner.ID })
+	if found, conds := f.Find(p, []Container{{Runtime: "podman", ID: id, Name: "chat", PID: moved.Process.Pid}}, all); len(found) > 0 {
+		t.Errorf("when it is gone: %v %v", found, conds)
 	}
 }
 
@@ -188,5 +247,13 @@ func TestContainerPIDReused(t *testing.T) {
 	found, conds := NewContainerFinder(tree).Find(p, []Container{{Runtime: "docker", ID: id, Name: "chat", PID: other.Process.Pid}}, all)
 	if len(found) != 1 {
 		t.Errorf("%v %v", found, conds)
+	}
+	// A user's directory of its name is not taken for it even so.
+	must(t, os.Chown(tree.path("/docker-"+id+".scope"), 1000, 1000))
+	all, err = tree.Walk()
+	must(t, err)
+	found, conds = NewContainerFinder(tree).Find(p, []Container{{Runtime: "docker", ID: id, Name: "chat", PID: other.Process.Pid}}, all)
+	if len(found) != 0 || len(conds) != 1 || conds[0].Reason != ReasonNoCgroup {
+		t.Errorf("a user's: %v %v", found, conds)
 	}
 }

@@ -42,8 +42,18 @@ type agentStatus struct {
 	PID       int       `json:"pid" extra:""`
 	Since     time.Time `json:"since" extra:""`
 	Processes processes `json:"processes" extra:""`
+	Runtimes  []asked   `json:"container_runtimes" extra:""`
 	// Nil while no agent runs.
 	ValuesCorrected *int `json:"values_corrected" extra:""`
+}
+
+// asked is a container runtime.
+type asked struct {
+	Runtime    string `json:"runtime"`
+	Socket     string `json:"socket"`
+	Answers    bool   `json:"answers"`
+	Error      string `json:"error"`
+	Containers int    `json:"containers"`
 }
 
 type compartment struct {
@@ -75,8 +85,9 @@ type member struct {
 		UclampMin string  `json:"uclamp_min" extra:""`
 		UclampMax string  `json:"uclamp_max" extra:""`
 	} `json:"cpu"`
-	CompetesIn string `json:"competes_in" extra:""`
-	Memory     any    `json:"memory" extra:""`
+	Container  *contained `json:"container" extra:""`
+	CompetesIn string     `json:"competes_in" extra:""`
+	Memory     any        `json:"memory" extra:""`
 
 	EffectiveCPU     *float64 `json:"effective_cpu" extra:""`
 	EffectiveCPUFrom string   `json:"effective_cpu_from" extra:""`
@@ -86,6 +97,14 @@ type member struct {
 	RealtimeThreads  int      `json:"realtime_threads" extra:""`
 
 	Pressure any `json:"pressure" extra:""`
+}
+
+// contained says whose cgroup it is, if it is a container's.
+type contained struct {
+	CgroupID uint64 `json:"cgroup_id"`
+	Runtime  string `json:"runtime"`
+	Name     string `json:"name"`
+	Image    string `json:"image"`
 }
 
 type quota struct {

@@ -38,13 +38,14 @@ const commandLimit = 30 * time.Second
 type node struct {
 	*kerneltest.Env
 	t       testing.TB
-	dir     string // its files; everybody may read them
-	policy  string // --policy
-	socket  string // --admin-socket
-	ready   string // --ready-file
-	log     string // what its agents wrote to stderr
-	metrics string // --web.listen-address
-	net     string // its addresses without the last number, "127.0.7."
+	dir     string   // its files; everybody may read them
+	policy  string   // --policy
+	socket  string   // --admin-socket
+	ready   string   // --ready-file
+	log     string   // what its agents wrote to stderr
+	metrics string   // --web.listen-address
+	net     string   // its addresses without the last number, "127.0.7."
+	also    []string // flags that every command gets
 }
 
 var nodes atomic.Int64
@@ -116,7 +117,7 @@ func (n *node) save(path, policy string) {
 func (n *node) args(args ...string) []string {
 	// What exec runs may have flags of the same name, so ours come first.
 	return slices.Concat([]string{os.Getenv(binaryVar), args[0], "--cgroup-root", n.Cgroup.Path,
-		"--bpffs", n.BPFFS, "--admin-socket", n.socket}, args[1:])
+		"--bpffs", n.BPFFS, "--admin-socket", n.socket}, n.also, args[1:])
 }
 
 // result is how a command ended.

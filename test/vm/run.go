@@ -17,7 +17,7 @@ var (
 	errNoTest   = errors.New("no test was run")
 )
 
-// tail is how many of the last lines a failure shows of a guest, or of each test that failed.
+// tail is how many of the last lines a failure shows.
 const tail = 30
 
 // run is what one guest said. Its methods are called by the readers of the
@@ -37,15 +37,13 @@ type run struct {
 	done    bool
 	current int // index of the command that is running
 	results []result
-	test    string              // that what comes is from
-	said    map[string][]string // by the tests that run or failed, the last lines of each
 }
 
 // result is what became of the tests of one command, subtests too.
 type result struct{ passed, failed, skipped []string }
 
 func newRun(nonce string, commands []command, out io.Writer) *run {
-	return &run{nonce: nonce, commands: commands, out: out, codes: map[int]int{}, results: make([]result, len(commands)+1), said: map[string][]string{}}
+	return &run{nonce: nonce, commands: commands, out: out, codes: map[int]int{}, results: make([]result, len(commands)+1)}
 }
 
 // early reports whether the kernel panicked before the guest had said anything.
@@ -66,10 +64,11 @@ func (r *run) after(before *run) *run {
 // show prints and remembers a line. Called with mu held.
 func (r *run) show(line string) {
 	fmt.Fprintln(r.out, line)
-	r.lines = lastLines(append(r.lines, line))
+	r.lines = append(r.lines, line)
+	if len(r.lines) > tail {
+		r.lines = r.lines[1:]
+	}
 }
-
-func lastLines(lines []string) []string { return lines[max(0, len(lines)-tail):] }
 
 // console takes a line of the kernel's console.
 func (r *run) console(line string) {
@@ -88,13 +87,6 @@ func (r *run) output(line string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	before, framework, ok := strings.Cut(line, "\x16")
-	if strings.TrimSpace(before) != "" && r.test != "" {
-		r.said[r.test] = lastLines(append(r.said[r.test], before))
-	}
-	if strings.HasPrefix(framework, "=== ") {
-		_, r.test, _ = strings.Cut(strings.TrimLeft(framework[len("=== "):], " "), " ")
-		r.test = strings.TrimSpace(r.test)
-	}
 	if strings.HasPrefix(framework, "=== NAME") { // only for machines to read
 		framework = ""
 	}
@@ -109,7 +101,6 @@ func (r *run) output(line string) {
 	tests := &r.results[r.current]
 	switch verb {
 	case "--- PASS":
-		delete(r.said, name)
 		tests.passed = append(tests.passed, name)
 	case "--- FAIL":
 		tests.failed = append(tests.failed, name)
@@ -154,20 +145,6 @@ func (r *run) tests() result {
 		sum.skipped = append(sum.skipped, c.skipped...)
 	}
 	return sum
-}
-
-// why is what the tests that failed said, or the guest's last lines if none did.
-func (r *run) why() string {
-	var b strings.Builder
-	for _, name := range r.tests().failed {
-		if said := r.said[name]; len(said) > 0 {
-			fmt.Fprintf(&b, "%s:\n    %s\n", name, strings.Join(said, "\n    "))
-		}
-	}
-	if b.Len() == 0 {
-		return "its last lines:\n    " + strings.Join(r.lines, "\n    ")
-	}
-	return strings.TrimSuffix(b.String(), "\n")
 }
 
 // err is nil only if the guest reported 0 for every command and that it was
