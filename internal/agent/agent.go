@@ -152,6 +152,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	if a.tree, err = cgroup.Find(o.CgroupRoot); err != nil {
 		return err
 	}
+	a.tree.Hold()
 	// Who waits for systemd stops doing so when the agent is to stop.
 	defer context.AfterFunc(ctx, a.tree.Interrupt)()
 	a.procs = processes{tree: a.tree, log: a.log}

@@ -201,7 +201,7 @@ func (a *agent) commit(ctx context.Context, plan *policy.Plan) (err error) {
 	a.settle(p)
 	a.sendBack()
 	a.complain("place processes", a.procs.follow(plan, a.runtimes.found))
-	a.prune()
+	a.prune(nil)
 	a.adopt(ctx)
 	return nil
 }
@@ -282,8 +282,8 @@ func (a *agent) setWaiting() {
 }
 
 // prune removes slices that left the plan and leaves whose command has ended.
-func (a *agent) prune() {
-	left, err := a.tree.Prune(a.plan)
+func (a *agent) prune(all []cgroup.Cgroup) {
+	left, err := a.tree.Prune(a.plan, all)
 	a.complain("remove cgroups that are not used any more", err)
 	var draining []string
 	for _, l := range left {
@@ -303,7 +303,7 @@ func (a *agent) rollBackSlices() {
 	var err error
 	switch {
 	case a.plan != nil:
-		_, err = a.tree.Prune(a.plan)
+		_, err = a.tree.Prune(a.plan, nil)
 	case a.inherited:
 		// What is in force is not known: an empty slice too many harms nobody.
 	default:
@@ -420,15 +420,15 @@ func (a *agent) look() []cgroup.Cgroup {
 		a.publish()
 	}
 	if a.litter = slices.ContainsFunc(all, func(c cgroup.Cgroup) bool { return a.unused(c) }); a.litter {
-		a.tidy()
+		a.tidy(all)
 	}
 	return all
 }
 
 // tidy removes what is not used any more.
-func (a *agent) tidy() {
+func (a *agent) tidy(all []cgroup.Cgroup) {
 	before := a.draining
-	a.prune()
+	a.prune(all)
 	if a.draining != before {
 		a.publish()
 	}

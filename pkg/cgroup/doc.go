@@ -19,7 +19,7 @@
 //	tree.SendBack(keep)                        // processes that it no longer places
 //	placer := cgroup.NewPlacer(tree, plan)
 //	placer.Pass()                              // those that match by what they are
-//	left, err := tree.Prune(plan)              // what the plan no longer names
+//	left, err := tree.Prune(plan, nil)         // what the plan no longer names
 //
 // Every step may be repeated at any time: each compares what is with what
 // should be and writes only the difference, so an agent that was killed half

@@ -81,7 +81,7 @@ func TestEnterWhilePruning(t *testing.T) {
 				pruned <- nil
 				return
 			default:
-				if left, err := tree.Prune(p); err != nil || len(left) > 0 {
+				if left, err := tree.Prune(p, nil); err != nil || len(left) > 0 {
 					pruned <- fmt.Errorf("left %v: %w", left, err)
 					return
 				}
@@ -106,7 +106,7 @@ func TestEnterWhilePruning(t *testing.T) {
 	wg.Wait()
 	close(stop)
 	must(t, <-pruned)
-	left, err := tree.Prune(p)
+	left, err := tree.Prune(p, nil)
 	if got := paths(t, tree); err != nil || len(left) != 0 || len(got) != 2 {
 		t.Errorf("left %v, %v, tree %q", left, err, got)
 	}

@@ -266,6 +266,6 @@ func (k *Keeper) changed(g *kept) (changed, lost, came bool) {
 
 // reads gives what a file reads, and whether that is as it should be.
 func (k *Keeper) reads(g *kept, v Value) (string, bool) {
-	now, err := k.tree.read(g.Path, v.File)
+	now, err := k.tree.again(g.Path, v.File)
 	return now, err == nil && k.tree.given(v, now)
 }

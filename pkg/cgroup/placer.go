@@ -62,7 +62,7 @@ type Placer struct {
 type follow struct {
 	start       uint64
 	compartment uint32
-	// at is where it was put, so that one that somebody moves elsewhere is noticed.
+	// at is the cgroup that it was put in or found in, so that one that somebody moves elsewhere is noticed.
 	at string
 }
 
@@ -214,8 +214,8 @@ func (p *Placer) Pass() error {
 }
 
 // Verify finds those that somebody has moved out of their compartments, tries again
-// what was refused, and forgets those that have ended. It reads the compartments'
-// lists, however many processes are in them, and no process in its place.
+// what was refused, and forgets those that have ended. It reads the lists of the cgroups that
+// they were put in, however many processes are in them, and no process in its place.
 func (p *Placer) Verify() {
 	inside, looked := map[int]bool{}, map[string]bool{}
 	for _, f := range p.followed {
@@ -223,21 +223,12 @@ func (p *Placer) Verify() {
 			continue
 		}
 		looked[f.at] = true
-		all, err := p.tree.walk(f.at)
+		pids, err := p.tree.members(f.at)
 		if err != nil {
 			return // and again
 		}
-		for _, c := range all {
-			if isSlice(f.at) && sliceAround(c.Path) != f.at {
-				continue // a tenant's
-			}
-			pids, err := p.tree.pids(c.Path)
-			if err != nil && !gone(err) && !errors.Is(err, unix.EOPNOTSUPP) {
-				return
-			}
-			for _, pid := range pids {
-				inside[pid] = true
-			}
+		for _, pid := range pids {
+			inside[pid] = true
 		}
 	}
 	for pid, f := range p.followed {
@@ -444,8 +435,8 @@ func (p *Placer) place(pr process, compartment uint32) {
 	}
 	slice := p.plan.Compartments[compartment].Slice
 	was, known := p.followed[pr.pid]
-	if at, ok := p.inside(c, slice); ok {
-		p.followed[pr.pid] = follow{pr.start, compartment, at}
+	if p.inside(c, slice) {
+		p.followed[pr.pid] = follow{pr.start, compartment, c.Path}
 		return
 	}
 	if known && was.at != "" && was.compartment == compartment {
@@ -489,12 +480,23 @@ func (p *Placer) place(pr process, compartment uint32) {
 		return
 	}
 	p.counts.Moved++
-	at := slice
-	if unit != "" {
-		at = leaf
-	}
-	p.followed[pr.pid] = follow{pr.start, compartment, at}
+	p.followed[pr.pid] = follow{pr.start, compartment, leaf}
 	p.moved = append(p.moved, Moved{pr.pid, p.plan.Compartments[compartment], c.Path, leaf})
+}
+
+// members are the processes in a cgroup that is looked at again and again, none if it is gone. Those of a threaded
+// one are listed above it: also those of others, if that is not ours.
+func (t *Tree) members(p string) ([]int, error) {
+	s, err := t.again(p, "cgroup.procs")
+	switch {
+	case errors.Is(err, unix.EOPNOTSUPP) && policy.IsOurs(path.Dir(p)):
+		return t.members(path.Dir(p))
+	case gone(err) || errors.Is(err, unix.EOPNOTSUPP):
+		return nil, nil
+	case err != nil:
+		return nil, err
+	}
+	return parsePIDs(p, s)
 }
 
 func (p *Placer) refuse(pr process, r refusal) {
@@ -509,17 +511,16 @@ const (
 	explicitPlace  = "explicit"
 )
 
-// inside reports whether a cgroup is of the compartment with a slice, and in which
-// cgroup to look for its processes.
-func (p *Placer) inside(c Cgroup, slice string) (at string, ok bool) {
+// inside reports whether a cgroup is of the compartment with a slice.
+func (p *Placer) inside(c Cgroup, slice string) bool {
 	if sliceAround(c.Path) == slice {
-		return slice, true
+		return true
 	}
 	if isMatchSub(c, p.tree.ID) {
 		_, of := partsOf(c)
-		return c.Path, of == slice
+		return of == slice
 	}
-	return "", false
+	return false
 }
 
 // why says why a process may not be moved out of a cgroup, "" if it may; then unit is

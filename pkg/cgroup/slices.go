@@ -143,26 +143,27 @@ type Left struct {
 
 // Prune removes the slices that the plan does not name, and everywhere the
 // leaves of ended commands. What still has processes, or cgroups of somebody
-// else's making, stays and is returned; it can be pruned later.
-func (t *Tree) Prune(plan *policy.Plan) ([]Left, error) {
+// else's making, stays and is returned; it can be pruned later. all is what a Walk has
+// just found, for who has that; with nil it walks itself.
+func (t *Tree) Prune(plan *policy.Plan, all []Cgroup) ([]Left, error) {
 	keep := map[string]bool{}
 	for _, c := range plan.Compartments {
 		for p := c.Slice; p != "" && p != "/"; p = path.Dir(p) {
 			keep[p] = true
 		}
 	}
-	return t.prune(keep)
+	return t.prune(keep, all)
 }
 
-func (t *Tree) prune(keep map[string]bool) ([]Left, error) {
-	all, err := t.walk(policy.ParentSlice)
-	if err != nil {
-		return nil, err
+func (t *Tree) prune(keep map[string]bool, all []Cgroup) (left []Left, err error) {
+	if all == nil {
+		if all, err = t.walk(policy.ParentSlice); err != nil {
+			return nil, err
+		}
 	}
-	var left []Left
 	for i := len(all) - 1; i >= 0; i-- { // children first
 		p := all[i].Path
-		if !isLeaf(p) && (!isSlice(p) || keep[p]) {
+		if !policy.IsOurs(p) || !isLeaf(p) && (!isSlice(p) || keep[p]) {
 			continue
 		}
 		err := t.Backend.Remove(p)
@@ -193,7 +194,7 @@ func (t *Tree) Remove() ([]Left, []Condition, error) {
 		return nil, conds, err
 	}
 	conds = append(conds, t.SendBack(&policy.Plan{Mode: policy.Observe}, nil)...)
-	left, err := t.prune(nil)
+	left, err := t.prune(nil, nil)
 	if err != nil {
 		return left, conds, err
 	}

@@ -87,7 +87,7 @@ func TestPruneAndRemove(t *testing.T) {
 	mkdir(t, tree, chat+"/foreign")
 	mkdir(t, tree, "/system.slice/exec-8.scope")
 
-	left, err := tree.Prune(before)
+	left, err := tree.Prune(before, nil)
 	if err != nil || len(left) != 0 {
 		t.Errorf("left %+v, %v", left, err)
 	}
@@ -101,7 +101,7 @@ func TestPruneAndRemove(t *testing.T) {
 
 	// batch leaves the policy: it drains, then it is removed.
 	after := plan(policy.Enforce, nil, feature("chat", nil, nil))
-	left, err = tree.Prune(after)
+	left, err = tree.Prune(after, nil)
 	drain := []Left{{batch + "/bulkhead-batch-free.slice", 1}, {batch, 1}}
 	if err != nil || !reflect.DeepEqual(left, drain) {
 		t.Errorf("left %+v, %v, want %+v", left, err, drain)
@@ -113,7 +113,7 @@ func TestPruneAndRemove(t *testing.T) {
 		t.Errorf("left %+v, want %+v", left, drain)
 	}
 	running.end()
-	left, err = tree.Prune(after)
+	left, err = tree.Prune(after, nil)
 	want = []string{"/bulkhead.slice", chat, chat + "/foreign", "/system.slice", "/system.slice/exec-8.scope"}
 	if got := paths(t, tree); err != nil || len(left) != 0 || !reflect.DeepEqual(got, want) {
 		t.Errorf("left %+v, %v, tree %q\nwant %q", left, err, got, want)

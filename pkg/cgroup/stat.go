@@ -107,7 +107,7 @@ func (t *Tree) whole(p string, read func(string) (Stat, error)) (Stat, error) {
 
 func (t *Tree) used(p string) (Stat, error) {
 	var s Stat
-	usage, err := t.read(p, "cpu.stat")
+	usage, err := t.again(p, "cpu.stat")
 	if err != nil {
 		return s, err
 	}
@@ -260,7 +260,7 @@ func (t *Tree) stalls(p, file string) (Stalls, error) {
 
 // optional reads a control file, "" if the cgroup has none of that name.
 func (t *Tree) optional(p, file string) (string, error) {
-	v, err := t.read(p, file)
+	v, err := t.again(p, file)
 	if errors.Is(err, fs.ErrNotExist) {
 		return "", nil
 	}

@@ -2,6 +2,8 @@ package cgroup
 
 import (
 	"bufio"
+	"bytes"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -48,6 +50,7 @@ type Tree struct {
 	Manager Manager
 	Backend Backend
 
+	held *held // nil: nothing is, see Hold
 	// abs is the path of Dir below the true root, as /proc/PID/cgroup shows it
 	// ("" for the true root itself).
 	abs string
@@ -324,28 +327,38 @@ func (t *Tree) walk(p string) ([]Cgroup, error) {
 	return out, nil
 }
 
-// subdirs lists the directories in dir by name; none if dir is gone.
-func subdirs(dir string) ([]string, error) {
-	f, err := os.Open(dir)
+// subdirs lists the directories in dir by name; none if dir is gone. It asks the kernel itself: a cgroup
+// has fifty files for each directory, and os.ReadDir makes an entry of each.
+func subdirs(dir string) (names []string, err error) {
+	fd, err := openFile(dir)
 	if err != nil {
 		if gone(err) {
 			return nil, nil
 		}
 		return nil, err
 	}
-	defer f.Close()
-	entries, err := f.ReadDir(-1)
-	if err != nil && !gone(err) {
-		return nil, err
-	}
-	var names []string
-	for _, e := range entries {
-		if e.IsDir() {
-			names = append(names, e.Name())
+	defer unix.Close(fd)
+	buf := make([]byte, 8<<10)
+	for {
+		n, err := ignoringEINTR(func() (int, error) { return unix.Getdents(fd, buf) })
+		if err != nil && !gone(err) {
+			return nil, &fs.PathError{Op: "getdents", Path: dir, Err: err}
+		}
+		if err != nil || n == 0 {
+			sort.Strings(names)
+			return names, nil
+		}
+		for rest := buf[:n]; len(rest) > 0; {
+			// struct linux_dirent64 (getdents(2)): d_ino and d_off, 8 bytes each, d_reclen, d_type, d_name.
+			length := binary.NativeEndian.Uint16(rest[16:])
+			entry := rest[:length]
+			rest = rest[length:]
+			name, _, _ := bytes.Cut(entry[19:], []byte{0})
+			if entry[18] == unix.DT_DIR && string(name) != "." && string(name) != ".." {
+				names = append(names, string(name))
+			}
 		}
 	}
-	sort.Strings(names)
-	return names, nil
 }
 
 // Of returns the cgroup of a process: ErrGone if there is no such process,
@@ -418,14 +431,19 @@ func (t *Tree) read(p, file string) (string, error) {
 // readFile is os.ReadFile for the kernel's files, of which many are read again and again: an
 // os.File asks for its size, and enters it into the poller, which takes as long as the rest.
 func readFile(name string) ([]byte, error) {
-	fd, err := ignoringEINTR(func() (int, error) { return unix.Open(name, unix.O_RDONLY|unix.O_CLOEXEC, 0) })
+	fd, err := openFile(name)
 	if err != nil {
-		return nil, &fs.PathError{Op: "open", Path: name, Err: err}
+		return nil, err
 	}
 	defer unix.Close(fd)
+	return readAll(fd, name)
+}
+
+// readAll reads a file from its beginning to its end, wherever it was read to before.
+func readAll(fd int, name string) ([]byte, error) {
 	b := make([]byte, 0, 1024)
 	for {
-		n, err := ignoringEINTR(func() (int, error) { return unix.Read(fd, b[len(b):cap(b)]) })
+		n, err := ignoringEINTR(func() (int, error) { return unix.Pread(fd, b[len(b):cap(b)], int64(len(b))) })
 		if err != nil {
 			return b, &fs.PathError{Op: "read", Path: name, Err: err}
 		}
@@ -473,7 +491,10 @@ func (t *Tree) pids(p string) ([]int, error) {
 	if err != nil {
 		return nil, err
 	}
-	var out []int
+	return parsePIDs(p, s)
+}
+
+func parsePIDs(p, s string) (out []int, err error) {
 	for _, line := range strings.Fields(s) {
 		pid, err := strconv.Atoi(line)
 		if err != nil {
