@@ -517,8 +517,11 @@ func (s *status) table(w io.Writer) error {
 	}
 	for _, r := range s.Agent.Runtimes {
 		how := "tells of " + plural(r.Containers, "container")
-		if !r.Answers {
+		switch {
+		case !r.Answers:
 			how = "does not answer; " + plural(r.Containers, "container") + " known from before"
+		case r.Error != "":
+			how += "; " + r.Error
 		}
 		rows = append(rows, []string{r.Runtime, how})
 	}

@@ -6,7 +6,9 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
+	"bulkhead/internal/containers"
 	"bulkhead/pkg/cgroup"
 	"bulkhead/pkg/conn"
 	"bulkhead/pkg/policy"
@@ -80,4 +82,22 @@ func TestThrottled(t *testing.T) {
 
 func schedulingOf(class policy.Class, cpu cgroup.CPUStat) []cgroup.Condition {
 	return throttled([]compartment{{Feature: "chat", Class: class, Cgroups: []member{{Path: "/system.slice/chat.service", CPU: cpu}}}})
+}
+
+// The text says of each runtime whether it answers, and whether it is heard of late.
+func TestStatusOfRuntimes(t *testing.T) {
+	var out strings.Builder
+	s := &status{Agent: agentStatus{Running: true, Since: &time.Time{}, Runtimes: []containers.Runtime{
+		{Runtime: "docker", Answers: true, Containers: 1},
+		{Runtime: "podman", Answers: true, Containers: 2, Error: "it does not tell of changes"},
+		{Runtime: "containerd", Containers: 3, Error: "hung"},
+	}}}
+	if err := s.table(&out); err != nil {
+		t.Fatal(err)
+	}
+	for _, w := range []string{"docker      tells of 1 container\n", "podman      tells of 2 containers; it does not tell of changes\n", "containerd  does not answer; 3 containers known from before\n"} {
+		if !strings.Contains(out.String(), w) {
+			t.Errorf("%q is not in\n%s", w, &out)
+		}
+	}
 }

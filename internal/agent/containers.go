@@ -100,7 +100,7 @@ func runtimesUp(state []containers.Runtime) []metrics.Runtime {
 	return out
 }
 
-// runtimesAway are the conditions of runtimes that do not answer.
+// runtimesAway are the conditions of runtimes that do not answer, or not as they should.
 func runtimesAway(state []containers.Runtime, asked []containers.Socket) (conds []cgroup.Condition) {
 	for _, s := range state {
 		if !s.Answers && (s.Error != "" || s.Containers > 0) {
@@ -110,6 +110,10 @@ func runtimesAway(state []containers.Runtime, asked []containers.Socket) (conds 
 			}
 			conds = append(conds, cgroup.Condition{Type: cgroup.TypePlacement, Status: "False", Reason: cgroup.ReasonRuntimeAway,
 				Message: fmt.Sprintf("%s at %s does not answer, so containers that it starts are in no compartment that container matches: %s", s.Runtime, s.Socket, why)})
+		}
+		if s.Answers && s.Error != "" {
+			conds = append(conds, cgroup.Condition{Type: cgroup.TypePlacement, Status: "False", Reason: cgroup.ReasonRuntimeNoEvents,
+				Message: fmt.Sprintf("containers of %s at %s come to their compartments seconds after their start, and what they connect before is in default: %s (podman: events_logger in containers.conf must not be none)", s.Runtime, s.Socket, s.Error)})
 		}
 	}
 	if len(state) == 0 {

@@ -9,6 +9,7 @@ import (
 	"net/http/httptest"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -140,5 +141,65 @@ func TestMany(t *testing.T) {
 			t.Errorf("%d", n)
 		}
 		w.Close()
+	}
+}
+
+// Podman with events_logger = "none" answers, and refuses to tell of events: what it starts is known by the next list.
+func TestNoEvents(t *testing.T) {
+	e := kerneltest.NewEngine(t)
+	e.Put("", "a", fake("chat", "nginx", nil, 11))
+	var refuse atomic.Bool
+	refuse.Store(true)
+	inner := e.Handler
+	e.Handler = http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/v1.41/events" && refuse.Load() {
+			rw.Header().Set("Content-Type", "application/json")
+			rw.WriteHeader(http.StatusInternalServerError)
+			fmt.Fprint(rw, `{"cause": "none", "message": "cannot read events with the \"none\" backend", "response": 500}`)
+			return
+		}
+		inner.ServeHTTP(rw, r)
+	})
+	w := watch(t, Socket{Podman, e.Path, true})
+	says := func(answers bool, words string) {
+		t.Helper()
+		announced(t, w, func() error {
+			if r := w.Runtimes(); len(r) != 1 || r[0].Answers != answers || (r[0].Error == "") != (words == "") || !strings.Contains(r[0].Error, words) {
+				return fmt.Errorf("%+v, want %v %q", r, answers, words)
+			}
+			return nil
+		})
+	}
+	become(t, w, "podman a chat nginx 11 map[]")
+	says(true, `it does not tell of changes, so it is asked every 5s: Error response from daemon: cannot read events with the "none" backend`)
+
+	// A restart, a rename and a new one, of which it says what it is before it has started.
+	e.Hang("b")
+	e.Put("", "a", fake("talk", "nginx", nil, 12))
+	e.Put("", "b", fake("new", "box", map[string]string{"tier": "free"}, 13))
+	begin := time.Now()
+	become(t, w, "podman a talk nginx 12 map[]\npodman b new sha256:of-box 0 map[tier:free]")
+	if took := time.Since(begin); took > 10*time.Second {
+		t.Errorf("known after %v", took)
+	}
+	// It is away like any other, and back.
+	e.Stop()
+	says(false, "not running")
+	e.Start()
+	says(true, "none")
+
+	// Once it tells of events it is believed, and a list is not waited for.
+	refuse.Store(false)
+	says(true, "")
+	e.Put("create", "c", fake("told", "box", nil, 0))
+	begin = time.Now()
+	announced(t, w, func() error {
+		if got := texts(w.Containers()); !strings.Contains(got, "podman c told box") {
+			return errors.New(got)
+		}
+		return nil
+	})
+	if took := time.Since(begin); took > 3*time.Second {
+		t.Errorf("told after %v", took)
 	}
 }

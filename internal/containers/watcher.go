@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"io/fs"
 	"log/slog"
 	"maps"
@@ -27,6 +28,10 @@ const (
 	// listSoon when that is done first: containerd does not say when it begins to tell.
 	listEvery = time.Minute
 	listSoon  = time.Second
+	// listSilent is how often that is done while a runtime does not tell of changes, as Podman with
+	// events_logger=none, and followAtMost the longest wait before it is asked again to tell of them.
+	listSilent   = 5 * time.Second
+	followAtMost = time.Minute
 	// appearEvery is how often a socket is looked for that is not there.
 	appearEvery = time.Second
 	// pingTimeout bounds the first request of a connection: who does not answer that is away.
@@ -45,7 +50,8 @@ type Runtime struct {
 	// Answers is whether the last request was answered. What a runtime that does not has told
 	// before holds on.
 	Answers bool `json:"answers"`
-	// Error is why not; "" also where there is no socket.
+	// Error is why not; "" also where there is no socket. Of one that answers it is why
+	// changes are seen late: it does not tell of them.
 	Error      string `json:"error"`
 	Containers int    `json:"containers"`
 }
@@ -94,6 +100,7 @@ type source struct {
 	answers    bool
 	asked      bool // something is there that was asked
 	err        error
+	silent     error         // why it does not tell of changes, although it answers
 	settled    chan struct{} // closed once it has answered or failed, or is not there
 	once       sync.Once
 	// events counts the events; touched is the one that was the last about a container. An answer to
@@ -158,6 +165,8 @@ func (w *Watcher) Runtimes() []Runtime {
 		r := Runtime{Runtime: s.Runtime, Socket: s.Path, Answers: s.answers, Containers: len(s.containers)}
 		if s.err != nil {
 			r.Error = s.err.Error()
+		} else if s.answers && s.silent != nil {
+			r.Error = fmt.Sprintf("it does not tell of changes, so it is asked every %v: %v", listSilent, s.silent)
 		} else if s.asked && !s.answers {
 			r.Error = "it has not answered yet"
 		}
@@ -218,7 +227,7 @@ func (w *Watcher) failed(s *source, err error) {
 	}
 	news := s.answers || text(s.err) != text(err)
 	was := s.answers
-	s.answers, s.err = false, err
+	s.answers, s.err, s.silent = false, err, nil
 	s.asked = s.asked && err != nil
 	w.mu.Unlock()
 	s.once.Do(func() { close(s.settled) })
@@ -266,21 +275,26 @@ func (w *Watcher) ask(ctx context.Context, s *source) (answered bool, err error)
 		a.busy.Wait()
 	}()
 
-	failed, subscribed := make(chan error, 1), make(chan struct{})
-	begin := time.Now()
-	a.busy.Go(func() {
-		failed <- r.follow(ctx, begin, sync.OnceFunc(func() { close(subscribed) }), func(c change) { a.changed(ctx, c) })
-	})
+	failed := make(chan error, 1)
+	var subscribed chan struct{}
+	follow := func() {
+		told := make(chan struct{})
+		subscribed = told
+		a.busy.Go(func() { failed <- a.follow(ctx, sync.OnceFunc(func() { close(told) })) })
+	}
+	follow()
 	// Podman says that it tells of events when there is one: the list does not wait for that.
 	select {
 	case <-subscribed:
 		subscribed = nil
 	case <-time.After(100 * time.Millisecond):
 	case err := <-failed:
-		return false, err
+		failed <- err // whether it answers the list shows
 	}
 	every := time.NewTicker(listSoon)
 	defer every.Stop()
+	var again <-chan time.Time // when one that is silent is asked again to tell
+	pause := listSilent
 	for {
 		if err := a.list(ctx); err != nil {
 			return answered, err
@@ -288,13 +302,54 @@ func (w *Watcher) ask(ctx context.Context, s *source) (answered bool, err error)
 		answered = true
 		select {
 		case err := <-failed:
-			return true, err
+			if !errors.Is(err, errSilent) {
+				return true, err
+			}
+			// The list that comes now finds out whether it still answers.
+			subscribed = nil
+			again, pause = time.After(pause), min(2*pause, followAtMost)
+			every.Reset(listSilent)
 		case <-subscribed:
 			subscribed = nil
+		case <-again:
+			again = nil
+			follow()
+			every.Reset(listSoon)
+		case <-ctx.Done():
+			return true, ctx.Err()
 		case <-every.C:
-			every.Reset(listEvery)
+			if again == nil {
+				a.silent(nil)
+				pause = listSilent
+				every.Reset(listEvery)
+			}
 		}
 	}
+}
+
+// errSilent: a runtime does not tell of changes.
+var errSilent = errors.New("no events")
+
+// follow has the runtime tell of changes until it fails. That is errSilent if it never did: it told of none and failed
+// at once, which is not what becomes of a stream when a daemon is stopped.
+func (a *asker) follow(ctx context.Context, subscribed func()) error {
+	begin, told := time.Now(), false
+	err := a.r.follow(ctx, begin, subscribed, func(c change) {
+		told = true
+		a.changed(ctx, c)
+	})
+	if told || time.Since(begin) >= listSoon || ctx.Err() != nil {
+		return err
+	}
+	a.silent(err)
+	return errSilent
+}
+
+// silent notes why a runtime does not tell of changes, nil if it does. The list that comes next tells everybody.
+func (a *asker) silent(why error) {
+	a.w.mu.Lock()
+	defer a.w.mu.Unlock()
+	a.s.silent = why
 }
 
 // asker asks one runtime about containers, several at a time and none twice at once.
@@ -304,8 +359,8 @@ type asker struct {
 	r    runtime
 	busy sync.WaitGroup
 	free chan struct{}
-	// listed is whether there was a list over this connection.
-	listed bool
+	// listed is whether there was a list over this connection, and quiet whether it was silent at the last.
+	listed, quiet bool
 
 	mu   sync.Mutex
 	todo map[string]bool // asked about now; true: to be asked about again after that
@@ -348,7 +403,28 @@ func (a *asker) list(ctx context.Context) error {
 	first := !a.s.answers
 	news := first || !maps.EqualFunc(all, a.s.containers, equal)
 	a.s.containers, a.s.answers, a.s.err = all, true, nil
+	silent := a.s.silent
 	a.w.mu.Unlock()
+	switch {
+	case silent != nil && !a.quiet:
+		a.w.log.Warn("a container runtime does not tell of changes; it is asked for all containers instead",
+			"runtime", a.s.Runtime, "socket", a.s.Path, "every", listSilent.String(), "error", silent.Error())
+		news = true
+	case silent == nil && a.quiet:
+		a.w.log.Info("a container runtime tells of changes", "runtime", a.s.Runtime, "socket", a.s.Path)
+		news = true
+	}
+	a.quiet = silent != nil
+	if news {
+		a.w.announce()
+	}
+	if a.listed {
+		// An answer about one that is about to start may take its time, and the next list does not wait for that.
+		for _, id := range ask {
+			a.about(ctx, id)
+		}
+		return nil
+	}
 	a.listed = true
 	var asked sync.WaitGroup
 	for _, id := range ask {
@@ -366,9 +442,6 @@ func (a *asker) list(ctx context.Context) error {
 		a.w.log.Info("a container runtime tells of its containers", "runtime", a.s.Runtime, "socket", a.s.Path, "containers", len(list))
 	}
 	a.s.once.Do(func() { close(a.s.settled) })
-	if news {
-		a.w.announce()
-	}
 	return nil
 }
 

@@ -102,6 +102,8 @@ const (
 	ReasonNoCgroup = "NoCgroupOfItsOwn"
 	// ReasonRuntimeAway: a container runtime does not answer, or there is none.
 	ReasonRuntimeAway = "RuntimeAway"
+	// ReasonRuntimeNoEvents: a container runtime answers and does not tell of changes.
+	ReasonRuntimeNoEvents = "RuntimeNoEvents"
 	// ReasonWriteFailed: the kernel or another writer refused a value.
 	ReasonWriteFailed = "WriteFailed"
 )

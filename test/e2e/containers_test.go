@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"net"
+	"net/http"
 	"os"
 	"path/filepath"
 	"slices"
@@ -404,4 +405,40 @@ func TestContainerValues(t *testing.T) {
 	n.must("detach")
 	wantValues(t, cgroup.Path, map[string]string{"cpu.weight": "39", "memory.max": "max"})
 	wantValues(t, old.Path, map[string]string{"cpu.weight": "100"})
+}
+
+// A Podman without an event logger answers and tells of nothing: its containers are found all the same, and status and
+// plan say that they are late.
+func TestContainerNoEvents(t *testing.T) {
+	n, e := newDocker(t)
+	n.also = []string{"--container-runtime", "podman=" + e.Path}
+	inner := e.Handler
+	e.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if strings.HasSuffix(r.URL.Path, "/events") {
+			http.Error(w, "no event logger", http.StatusInternalServerError)
+			return
+		}
+		inner.ServeHTTP(w, r)
+	})
+	running, chat := n.scope("a")
+	e.Put("", containerID("a"), kerneltest.Container{Name: "chat-1", Image: "box", PID: n.place(running).PID})
+	n.start()
+	if got := n.status().cgroups("chat"); !slices.Contains(got, chat) {
+		t.Errorf("at the start chat has %v", got)
+	}
+	second, batch := n.scope("b")
+	e.Put("", containerID("b"), kerneltest.Container{Name: "job", Image: "box", Labels: map[string]string{"tier": "free"}, PID: n.place(second).PID})
+	n.inFeature(batch, "batch")
+	s := n.status()
+	if c := s.condition("Placement"); c == nil || c.Reason != "RuntimeNoEvents" || !strings.Contains(c.Message, "no event logger") {
+		t.Errorf("conditions %+v", s.Conditions)
+	}
+	if r := s.Agent.Runtimes; len(r) != 1 || !r[0].Answers || r[0].Containers != 2 || !strings.Contains(r[0].Error, "it does not tell of changes") {
+		t.Errorf("runtimes %+v", r)
+	}
+	wantWords(t, n.must("status"), "podman  tells of 2 containers; it does not tell of changes, so it is asked every 5s", "Placement: RuntimeNoEvents")
+	wantWords(t, n.must("plan", n.policy), "RuntimeNoEvents")
+	if got := n.scrape()[series("container_runtime_up", "runtime", "podman", "socket", e.Path)]; got != 1 {
+		t.Errorf("by the metrics it is %v", got)
+	}
 }
