@@ -24,7 +24,7 @@ import (
 )
 
 // containerd is containerd's own API. What Docker runs there is left to Docker, which alone
-// knows its names.
+// knows its names: see Watcher.own, where it has another namespace than it has by default.
 type containerd struct {
 	Socket
 	conn       *grpc.ClientConn
@@ -34,7 +34,7 @@ type containerd struct {
 	events     eventsapi.EventsClient
 }
 
-// dockers is the namespace of Docker's containers.
+// dockers is the namespace of Docker's containers by default.
 const dockers = "moby"
 
 func openContainerd(s Socket) (runtime, error) {

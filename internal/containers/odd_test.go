@@ -203,3 +203,37 @@ func TestNoEvents(t *testing.T) {
 		t.Errorf("told after %v", took)
 	}
 }
+
+// dockerd --containerd-namespace: containerd knows Docker's containers too, in a namespace of any name. Docker's word is
+// the one that counts, whoever is asked first; what Docker does not know is containerd's.
+func TestTwoNames(t *testing.T) {
+	id, pod := strings.Repeat("ab", 32), strings.Repeat("cd", 32)
+	e := kerneltest.NewEngine(t)
+	e.Put("", id, fake("chat", "nginx", nil, 11))
+	e.Put("", "short", fake("job", "nginx", nil, 12))
+	f := &fakeContainerd{pids: map[string]uint32{}, events: make(chan *types.Envelope, 10), containers: map[string]map[string]*containersapi.Container{
+		"dockers": {id: {ID: id}},
+		"k8s.io":  {pod: {ID: pod, Labels: map[string]string{"io.kubernetes.container.name": "web"}}},
+		"own":     {"short": {ID: "short"}}, // of the same name by chance
+	}}
+	docker, containerd := Socket{Docker, e.Path, true}, serveContainerd(t, f)
+	of := map[string]string{
+		Docker:     "docker " + id + " chat nginx 11 map[]\ndocker short job nginx 12 map[]",
+		Containerd: "containerd k8s.io/" + pod + " web  0 map[io.kubernetes.container.name:web]\ncontainerd own/short short  0 map[]",
+	}
+	for _, order := range [][]Socket{{docker, containerd}, {containerd, docker}} {
+		w := watch(t, order...)
+		if got, want := texts(w.Containers()), of[order[0].Runtime]+"\n"+of[order[1].Runtime]; got != want {
+			t.Errorf("%s first:\n%s\nwant\n%s", order[0].Runtime, got, want)
+		}
+		for _, r := range w.Runtimes() {
+			if r.Containers != 2 || !r.Answers {
+				t.Errorf("%+v", r)
+			}
+		}
+	}
+	// What Docker has told holds while it is away; what it has removed is nobody's but containerd's.
+	w := watch(t, docker, containerd)
+	e.Put("destroy", id, kerneltest.Container{})
+	become(t, w, "docker short job nginx 12 map[]\ncontainerd dockers/"+id+" "+id+"  0 map[]\n"+of[Containerd])
+}

@@ -10,8 +10,10 @@ import (
 	"maps"
 	"net"
 	"os"
+	"regexp"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -148,10 +150,35 @@ func (w *Watcher) Containers() []cgroup.Container {
 	defer w.mu.Unlock()
 	var out []cgroup.Container
 	for _, s := range w.sources {
-		out = append(out, slices.SortedFunc(maps.Values(s.containers), func(a, b cgroup.Container) int { return cmp.Compare(a.ID, b.ID) })...)
+		out = append(out, slices.SortedFunc(maps.Values(w.own(s)), func(a, b cgroup.Container) int { return cmp.Compare(a.ID, b.ID) })...)
 	}
 	return out
 }
+
+// own are the containers that a runtime is believed about. An engine runs its own by a containerd, which knows them by
+// their ids alone: in a namespace that has no fixed name (dockerd --containerd-namespace) they are there once more.
+// Watcher.mu is held.
+func (w *Watcher) own(s *source) map[string]cgroup.Container {
+	if s.Runtime != Containerd {
+		return s.containers
+	}
+	out := make(map[string]cgroup.Container, len(s.containers))
+	for key, c := range s.containers {
+		id := key[strings.LastIndexByte(key, '/')+1:]
+		engines := slices.ContainsFunc(w.sources, func(e *source) bool {
+			_, known := e.containers[id]
+			return known && e.Runtime != Containerd
+		})
+		// Any other id than an engine's is somebody's own choice, and the same by chance.
+		if !engines || !engineID.MatchString(id) {
+			out[key] = c
+		}
+	}
+	return out
+}
+
+// engineID matches the ids that engines give.
+var engineID = regexp.MustCompile(`^[0-9a-f]{64}$`)
 
 // Runtimes says of each socket that is there, or was, how it is.
 func (w *Watcher) Runtimes() []Runtime {
@@ -159,10 +186,11 @@ func (w *Watcher) Runtimes() []Runtime {
 	defer w.mu.Unlock()
 	out := []Runtime{}
 	for _, s := range w.sources {
-		if !s.answers && s.err == nil && len(s.containers) == 0 && !s.asked && !s.Named {
+		own := len(w.own(s))
+		if !s.answers && s.err == nil && own == 0 && !s.asked && !s.Named {
 			continue
 		}
-		r := Runtime{Runtime: s.Runtime, Socket: s.Path, Answers: s.answers, Containers: len(s.containers)}
+		r := Runtime{Runtime: s.Runtime, Socket: s.Path, Answers: s.answers, Containers: own}
 		if s.err != nil {
 			r.Error = s.err.Error()
 		} else if s.answers && s.silent != nil {
