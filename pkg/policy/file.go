@@ -80,6 +80,7 @@ type feature struct {
 
 type matchItem struct {
 	Match
-	at       place
-	tenantAt place
+	at          place
+	tenantAt    place
+	containerAt map[string]place // of each glob of container
 }

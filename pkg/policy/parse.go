@@ -680,7 +680,7 @@ func (r *reader) match(n *yaml.Node, path string) (matchItem, bool) {
 				item.User = r.user(v, path)
 			case "container":
 				keys++
-				item.Container = r.container(v, path)
+				item.Container, item.containerAt = r.container(v, path)
 			case "tenant":
 				item.tenantAt = r.of(v)
 				item.Tenant, _ = checked(r, v, path, "the name of a tenant", func(s string) (string, error) {
@@ -730,17 +730,18 @@ func (r *reader) user(v *yaml.Node, path string) string {
 // The keys of container, each a glob.
 var containerKeys = []string{"name", "image", "label", "compose_service"}
 
-func (r *reader) container(v *yaml.Node, path string) map[string]string {
-	globs := map[string]string{}
+// container reads the globs and where each stands.
+func (r *reader) container(v *yaml.Node, path string) (map[string]string, map[string]place) {
+	globs, at := map[string]string{}, map[string]place{}
 	ok := r.mapping(v, path, "a mapping with name, image, label or compose_service", containerKeys, func(key string, k, v *yaml.Node) {
 		s, ok := checked(r, v, join(path, key), "a glob", func(s string) (string, error) { return s, checkGlob(s) })
 		if ok && key == "label" && !strings.Contains(s, "=") {
 			r.fail(v, join(path, key), "%s has no =; write \"key=value\", or %q for any value", show(s), s+"=*")
 		}
-		globs[key] = s
+		globs[key], at[key] = s, r.of(v)
 	})
 	if ok && len(v.Content) == 0 {
 		r.fail(v, path, "is empty; write one of %s", strings.Join(containerKeys, ", "))
 	}
-	return globs
+	return globs, at
 }

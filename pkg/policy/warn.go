@@ -176,13 +176,18 @@ func countPorts(ranges []PortRange) (n int) {
 }
 
 // warnMatch warns of matches that never have an effect, because what they name
-// is protected, or ours.
+// is protected, or ours, or cannot be.
 func (f *File) warnMatch(ws *findings, path string, d *feature) {
 	protect := builtInProtect()
 	for _, s := range f.protect {
 		protect = append(protect, s.value)
 	}
 	for _, m := range d.match {
+		for _, key := range slices.Sorted(maps.Keys(m.Container)) {
+			if why := noContainer(key, m.Container[key]); why != "" {
+				ws.add(m.containerAt[key], "%s.match: container.%s: %s matches nothing: %s", path, key, show(m.Container[key]), why)
+			}
+		}
 		if IsOurs(m.Cgroup) {
 			ws.add(m.at, "%s.match: %s is bulkhead's own: what is in it is in its compartment already, and nothing else is adopted there", path, m.Cgroup)
 			continue
@@ -203,6 +208,40 @@ func (f *File) warnMatch(ws *findings, path string, d *feature) {
 			}
 		}
 	}
+}
+
+// noContainer says why no container can be meant by a glob, "" if one may be. It was checked, and is not empty.
+func noContainer(key, glob string) string {
+	switch {
+	case key == "name" && needs(glob, "/"):
+		return "names have no slash; the one that docker inspect prints before them is not part of them"
+	case key == "compose_service" && needs(glob, "/"):
+		return "names of services have no slash"
+	case key == "image" && needs(glob, "://"):
+		return "references to images have no scheme; begin with the registry, ghcr.io/team/app"
+	case key == "image" && (strings.ContainsRune("/:@", rune(glob[0])) || strings.HasSuffix(glob, ":") || strings.HasSuffix(glob, "@")):
+		return "a part of the reference is empty"
+	case key == "label" && strings.HasPrefix(glob, "="):
+		return "every label has a key before the ="
+	}
+	return ""
+}
+
+// needs reports whether whatever matches a glob has a text in it. In brackets and braces it is one choice of several.
+func needs(glob, text string) bool {
+	depth := 0
+	for i := range len(glob) {
+		switch glob[i] {
+		case '[', '{':
+			depth++
+		case ']', '}':
+			depth--
+		}
+		if depth == 0 && strings.HasPrefix(glob[i:], text) {
+			return true
+		}
+	}
+	return false
 }
 
 // warnExclusive warns of CPUs that are called a feature's own and are not.

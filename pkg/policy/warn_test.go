@@ -75,6 +75,22 @@ func TestWarnings(t *testing.T) {
 			"p.yaml:15:7: features.f.match: matches what is protected (/a/b), which is never refused",
 			"p.yaml:16:7: features.f.match: matches what is protected (/a/b), which is never refused",
 		}},
+		{"containers that cannot be", provider + "features:\n  f:\n    class: batch\n    match:\n" +
+			"    - {container: {name: /a, image: \"https://ghcr.io/**\"}}\n    - {container: {image: \"docker://{a,b}\", label: \"=x\"}}\n    - container:\n        compose_service: shop/*\n        image: \":1\"\n" +
+			"    - {container: {image: \"nginx:\", name: \"*/b\"}, cgroup: /bulkhead.slice}\n", []string{
+			`p.yaml:10:26: features.f.match: container.name: "/a" matches nothing: names have no slash; the one that docker inspect prints before them is not part of them`,
+			`p.yaml:10:37: features.f.match: container.image: "https://ghcr.io/**" matches nothing: references to images have no scheme; begin with the registry, ghcr.io/team/app`,
+			`p.yaml:11:27: features.f.match: container.image: "docker://{a,b}" matches nothing: references to images have no scheme; begin with the registry, ghcr.io/team/app`,
+			`p.yaml:11:52: features.f.match: container.label: "=x" matches nothing: every label has a key before the =`,
+			`p.yaml:13:26: features.f.match: container.compose_service: "shop/*" matches nothing: names of services have no slash`,
+			`p.yaml:14:16: features.f.match: container.image: ":1" matches nothing: a part of the reference is empty`,
+			"p.yaml:15:7: features.f.match: /bulkhead.slice is bulkhead's own: what is in it is in its compartment already, and nothing else is adopted there",
+			`p.yaml:15:27: features.f.match: container.image: "nginx:" matches nothing: a part of the reference is empty`,
+			`p.yaml:15:43: features.f.match: container.name: "*/b" matches nothing: names have no slash; the one that docker inspect prints before them is not part of them`,
+		}},
+		{"containers that may be", provider + "features:\n  f:\n    class: batch\n    match:\n" +
+			"    - {container: {name: \"{/a,a}\", image: \"**:*\", label: \"a=/x://y\", compose_service: \"[a/]*\"}}\n" +
+			"    - {container: {name: \"**\", image: \"localhost:5000/a@sha256:*\", label: \"*=\"}}\n    - {container: {image: \"ghcr.io/a/\"}}\n", nil},
 		{"our own slices", provider + "features:\n  f:\n    class: batch\n    match:\n    - {cgroup: /bulkhead.slice}\n    - {cgroup: /bulkhead.slice/bulkhead-f.slice/x}\n    - {cgroup: /bulkhead.slices}\n", []string{
 			"p.yaml:10:7: features.f.match: /bulkhead.slice is bulkhead's own: what is in it is in its compartment already, and nothing else is adopted there",
 			"p.yaml:11:7: features.f.match: /bulkhead.slice/bulkhead-f.slice/x is bulkhead's own: what is in it is in its compartment already, and nothing else is adopted there",
