@@ -3,10 +3,13 @@ package main
 import (
 	"fmt"
 	"net/netip"
+	"slices"
 	"time"
 
 	"github.com/spf13/cobra"
 
+	"bulkhead/internal/agent"
+	"bulkhead/pkg/cgroup"
 	"bulkhead/pkg/conn"
 	"bulkhead/pkg/policy"
 )
@@ -25,6 +28,9 @@ type connection struct {
 	TxBytes    *uint64        `json:"tx_bytes"` // null if the socket could not be looked at
 	RxBytes    *uint64        `json:"rx_bytes"`
 	Bulkheads  []policy.Key   `json:"bulkheads"`
+	// Container is RUNTIME/NAME of the one that its process is in, if container matches it; known
+	// while the agent runs and the process does.
+	Container string `json:"container,omitempty"`
 }
 
 func (a *app) connsCommand() *cobra.Command {
@@ -34,7 +40,9 @@ func (a *app) connsCommand() *cobra.Command {
 		Long: `Lists every connection that is counted now, oldest first: who made it, from which
 compartment to which provider, where to, for how long, and how many IP bytes,
 headers included, it has moved. The process is the one that connected; it may
-have passed the socket on, or be gone. Works while the agent is down. Needs root.
+have passed the socket on, or be gone. While the agent runs it says in which container
+the process is, of those that the policy matches. Works while the agent is down. Needs
+root.
 
 A connection that was open before its limits were in force was found by the agent:
 its process is the one that held it then, or 0 if none could be found, and its age
@@ -45,7 +53,7 @@ counts from that moment.`,
 	}
 	out := outputFlag(cmd)
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
-		_, where, err := a.instance()
+		tree, where, err := a.instance()
 		if err != nil {
 			return err
 		}
@@ -53,10 +61,17 @@ counts from that moment.`,
 		if err != nil {
 			return err
 		}
-		if out.json() {
-			return writeJSON(a.stdout, connections(snap))
+		list := connections(snap)
+		// Without an agent nobody knows of containers.
+		if info, err := a.client().Info(cmd.Context()); err == nil && len(info.Containers) > 0 {
+			if err := inContainers(tree, info.Containers, list); err != nil {
+				return err
+			}
 		}
-		return table(a.stdout, connectionRows(connections(snap))...)
+		if out.json() {
+			return writeJSON(a.stdout, list)
+		}
+		return table(a.stdout, connectionRows(list)...)
 	}
 	return cmd
 }
@@ -76,15 +91,59 @@ func connections(snap *conn.Snapshot) []connection {
 	return out
 }
 
+// inContainers says of each connection in which container its process is.
+func inContainers(tree *cgroup.Tree, known []agent.AdoptedContainer, list []connection) error {
+	all, err := tree.Walk()
+	if err != nil {
+		return err
+	}
+	names := map[uint64]string{}
+	for _, k := range known {
+		names[k.CgroupID] = k.Runtime + "/" + k.Name
+	}
+	names = cgroup.Inherit(all, names)
+	type process struct {
+		container string
+		age       time.Duration
+	}
+	processes := map[uint32]process{}
+	for i := range list {
+		c := &list[i]
+		p, seen := processes[c.PID]
+		if !seen {
+			if g, err := tree.Of(int(c.PID)); err == nil && names[g.ID] != "" {
+				if age, err := cgroup.Age(int(c.PID)); err == nil {
+					p = process{names[g.ID], age}
+				}
+			}
+			processes[c.PID] = p
+		}
+		// One that is younger than the connection is another, which has its pid by now.
+		if p.age.Seconds() >= c.AgeSeconds {
+			c.Container = p.container
+		}
+	}
+	return nil
+}
+
 func connectionRows(list []connection) [][]string {
 	rows := [][]string{{"PID", "COMMAND", "FEATURE", "TENANT", "PROVIDER", "ADDRESS", "PROTO", "AGE", "STATE", "SENT", "RECEIVED"}}
+	// Last, and only where there are any, so that the others stay where they are.
+	contained := slices.ContainsFunc(list, func(c connection) bool { return c.Container != "" })
+	if contained {
+		rows[0] = append(rows[0], "CONTAINER")
+	}
 	for _, c := range list {
 		tx, rx := "-", "-"
 		if c.TxBytes != nil {
 			tx, rx = size(*c.TxBytes), size(*c.RxBytes)
 		}
-		rows = append(rows, []string{fmt.Sprint(c.PID), dash(c.Command), c.Feature, dash(c.Tenant), c.Provider,
-			c.Address.String(), c.Proto, age(time.Duration(c.AgeSeconds * float64(time.Second))), dash(c.State), tx, rx})
+		row := []string{fmt.Sprint(c.PID), dash(c.Command), c.Feature, dash(c.Tenant), c.Provider,
+			c.Address.String(), c.Proto, age(time.Duration(c.AgeSeconds * float64(time.Second))), dash(c.State), tx, rx}
+		if contained {
+			row = append(row, dash(c.Container))
+		}
+		rows = append(rows, row)
 	}
 	return rows
 }

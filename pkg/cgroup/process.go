@@ -10,6 +10,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -70,6 +71,20 @@ func lost(pid int, err error) error {
 		err = ErrGone
 	}
 	return fmt.Errorf("process %d: %w", pid, err)
+}
+
+// Age is for how long there has been the process that has a pid now, to the tick (10 ms) above.
+func Age(pid int) (time.Duration, error) {
+	p, err := processOf(pid)
+	if err != nil {
+		return 0, err
+	}
+	var now unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &now); err != nil {
+		return 0, fmt.Errorf("time since boot: %w", err)
+	}
+	const tick = time.Second / 100 // USER_HZ, by which /proc counts whatever the kernel's own is
+	return time.Duration(now.Nano()) - time.Duration(p.start)*tick, nil
 }
 
 // still reports whether it is there, and no other with its pid.

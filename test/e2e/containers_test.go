@@ -92,8 +92,24 @@ func TestContainers(t *testing.T) {
 		t.Errorf("runtimes %+v", r)
 	}
 	wantWords(t, n.must("status"), "docker  tells of 1 container\n", "/system.slice/docker-aaaaaaaaaaaa….scope (adopted, docker container chat-1)")
+	outside := n.place(n.Mkdir("system.slice/other.service"))
+	dials(t, outside, n.addr(1), 1, 0)
+	if text := n.must("conns"); strings.Contains(text, "CONTAINER") {
+		t.Errorf("no connection is a container's, and conns says\n%s", text)
+	}
 	dials(t, client, n.addr(1), 2, 0)
 	wantDial(t, client, syscall.ECONNREFUSED, n.addr(1))
+	in := map[int]string{outside.PID: "", client.PID: "docker/chat-1"}
+	for _, c := range n.conns() {
+		if c.Container != in[c.PID] {
+			t.Errorf("conns -o json has the connection of %d in %q, want %q", c.PID, c.Container, in[c.PID])
+		}
+	}
+	wantWords(t, n.must("conns"), "RECEIVED  CONTAINER\n", "docker/chat-1\n", " -\n")
+	if r := n.run("conns", "-o", "json"); strings.Count(r.stdout, `"container"`) != 2 {
+		t.Errorf("conns -o json says\n%s", r.stdout)
+	}
+	outside.Kill()
 	for _, from := range []string{"chat-1", containerID("a"), containerID("a")[:12]} {
 		wantWords(t, n.must("explain", "--from", from), "container "+from+" is cgroup "+chat, "compartment chat, because of "+chat)
 	}
@@ -115,7 +131,7 @@ func TestContainers(t *testing.T) {
 	n.logged("adopted a cgroup", batch, `"container":{"runtime":"docker","name":"job","image":"box"}`, `"feature":"batch"`)
 	late := n.place(second)
 	dials(t, late, n.addr(1), 1, 0)
-	n.wantCounts(map[string]counts{"feature batch": {2, 1, 1, 1, 0}, "feature default": {unlimited, 0, 0, 0, 0}})
+	n.wantCounts(map[string]counts{"feature batch": {2, 1, 1, 1, 0}, "feature default": {unlimited, 0, 1, 1, 0}})
 	made.PID = late.PID
 	e.Put("start", containerID("b"), made)
 	release()

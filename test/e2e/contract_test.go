@@ -157,6 +157,7 @@ type connection struct {
 	Proto      string  `json:"proto" extra:""`
 	State      string  `json:"state" extra:""`
 	Bulkheads  any     `json:"bulkheads" extra:""`
+	Container  string  `json:"container" extra:""`
 }
 
 // decode reads a document strictly.
