@@ -75,6 +75,17 @@ func (r *runtimes) find(plan *policy.Plan, all []cgroup.Cgroup) cgroup.Container
 	return r.found
 }
 
+// names are what containers are called now, by runtime and id.
+func (r *runtimes) names() map[[2]string]string {
+	out := map[[2]string]string{}
+	if r.watcher != nil {
+		for _, c := range r.watcher.Containers() {
+			out[[2]string{c.Runtime, c.ID}] = c.Name
+		}
+	}
+	return out
+}
+
 // state is what is published.
 func (r *runtimes) state(all []cgroup.Adopted) (state []containers.Runtime, adopted []AdoptedContainer, conds []cgroup.Condition) {
 	state, adopted = []containers.Runtime{}, []AdoptedContainer{}

@@ -56,12 +56,14 @@ type placement struct {
 	// groups are the cgroups of all compartments: our slices, and those adopted.
 	// Those that are protected are in no compartment.
 	groups []cgroup.Adopted
+	// found are the containers that were known.
+	found cgroup.Containers
 	// missing are slices of the plan that do not exist.
 	missing bool
 }
 
 func place(plan *policy.Plan, all []cgroup.Cgroup, found cgroup.Containers) placement {
-	p := placement{adopted: cgroup.Adopt(plan, all, found)}
+	p := placement{adopted: cgroup.Adopt(plan, all, found), found: found}
 	byPath := make(map[string]cgroup.Cgroup, len(all))
 	for _, c := range all {
 		byPath[c.Path] = c
@@ -414,10 +416,15 @@ func (a *agent) look() []cgroup.Cgroup {
 			return nil // and try again in a second
 		}
 		appeared, gone := cgroup.Diff(a.placement.adopted, p.adopted)
-		a.logAdopted("adopted a cgroup", appeared)
-		a.logAdopted("an adopted cgroup is gone", gone)
+		ended, left, moved := departed(gone, p.adopted, all)
+		a.logAdopted("adopted a cgroup", appeared, p.found)
+		a.logAdopted("an adopted cgroup is gone", ended, a.placement.found)
+		a.logAdopted("an adopted cgroup left its compartment: nothing matches it any more", left, a.placement.found)
+		a.logAdopted("an adopted cgroup left its compartment: another has it now", moved, a.placement.found)
 		a.settle(p)
 		a.publish()
+	} else {
+		a.placement.found = p.found // one may have another name that matches too
 	}
 	if a.litter = slices.ContainsFunc(all, func(c cgroup.Cgroup) bool { return a.unused(c) }); a.litter {
 		a.tidy(all)
@@ -457,7 +464,39 @@ func (a *agent) unused(c cgroup.Cgroup) bool {
 	return !slices.ContainsFunc(a.plan.Compartments, func(k policy.Compartment) bool { return k.Slice == c.Path })
 }
 
-func (a *agent) logAdopted(msg string, list []cgroup.Adopted) {
+// departed sorts cgroups that are not adopted as before by what has become of them: they do not exist any more, or
+// they do and nothing matches them, or another compartment has them, maybe that of a cgroup around. The path of one may
+// be another's by now: the id tells.
+func departed(before, adopted []cgroup.Adopted, all []cgroup.Cgroup) (ended, left, moved []cgroup.Adopted) {
+	there := make(map[uint64]bool, len(all))
+	for _, c := range all {
+		there[c.ID] = true
+	}
+	in := make(map[uint64]uint32, len(adopted))
+	for _, c := range adopted {
+		in[c.ID] = c.Compartment
+	}
+	in = cgroup.Inherit(all, in)
+	for _, c := range before {
+		now, ok := in[c.ID]
+		switch {
+		case !there[c.ID]:
+			ended = append(ended, c)
+		case !ok:
+			left = append(left, c)
+		case now != c.Compartment:
+			moved = append(moved, c)
+		} // else one around it has come to the same
+	}
+	return ended, left, moved
+}
+
+// logAdopted logs of each what its container was called when it was found last, and what it is called now.
+func (a *agent) logAdopted(msg string, list []cgroup.Adopted, found cgroup.Containers) {
+	if len(list) == 0 {
+		return
+	}
+	called := a.runtimes.names()
 	for _, c := range list {
 		log := slog.Group("compartment")
 		if int(c.Compartment) < len(a.plan.Compartments) {
@@ -465,8 +504,12 @@ func (a *agent) logAdopted(msg string, list []cgroup.Adopted) {
 			log = slog.Group("compartment", "feature", k.Feature, "tenant", k.Tenant)
 		}
 		args := []any{"cgroup", c.Path, "id", c.ID, log}
-		if k := a.runtimes.found[c.ID]; k != nil {
-			args = append(args, slog.Group("container", "runtime", k.Runtime, "name", k.Name, "image", k.Image))
+		if k := found[c.ID]; k != nil {
+			names := []any{"runtime", k.Runtime, "name", k.Name, "image", k.Image}
+			if now, known := called[[2]string{k.Runtime, k.ID}]; known && now != k.Name {
+				names = append(names, "renamed", now)
+			}
+			args = append(args, slog.Group("container", names...))
 		}
 		a.log.Info(msg, args...)
 	}

@@ -206,3 +206,23 @@ func TestRefusalsAreTold(t *testing.T) {
 		}
 	}
 }
+
+// A cgroup that left its compartment is not gone: only one that does not exist any more is.
+func TestDeparted(t *testing.T) {
+	at := func(compartment uint32, id uint64, path string) cgroup.Adopted {
+		return cgroup.Adopted{Compartment: compartment, Cgroup: cgroup.Cgroup{Path: path, ID: id}}
+	}
+	removed, again := at(1, 2, "/again"), at(1, 3, "/again") // made again under its path
+	left, moved, covered, nested := at(1, 4, "/left"), at(1, 5, "/moved"), at(1, 6, "/a/covered"), at(2, 7, "/a/nested")
+	around := at(1, 8, "/a")
+	all := []cgroup.Cgroup{{Path: "/", ID: 1}, around.Cgroup, covered.Cgroup, nested.Cgroup, again.Cgroup, left.Cgroup, moved.Cgroup}
+	adopted := []cgroup.Adopted{around, again, at(2, 5, "/moved")}
+	ended, out, elsewhere := departed([]cgroup.Adopted{removed, left, moved, covered, nested}, adopted, all)
+	for what, c := range map[string]struct{ got, want []cgroup.Adopted }{
+		"gone": {ended, []cgroup.Adopted{removed}}, "matched by nothing": {out, []cgroup.Adopted{left}}, "of another": {elsewhere, []cgroup.Adopted{moved, nested}},
+	} {
+		if !slices.Equal(c.got, c.want) {
+			t.Errorf("%s: %+v, want %+v", what, c.got, c.want)
+		}
+	}
+}

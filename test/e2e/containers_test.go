@@ -140,10 +140,18 @@ func TestContainers(t *testing.T) {
 	named.Name = "talk"
 	e.Put("rename", containerID("a"), named)
 	n.inFeature(chat, "")
+	n.logged("an adopted cgroup left its compartment: nothing matches it any more", chat, `"feature":"chat"`,
+		`"container":{"runtime":"docker","name":"chat-1","image":"nginx:1.27","renamed":"talk"}`)
 	wantDial(t, client, 0, n.addr(1))
 	made.Name = "chat-2"
 	e.Put("rename", containerID("b"), made)
 	n.inFeature(batch, "chat")
+	n.logged("an adopted cgroup left its compartment: another has it now", batch, `"feature":"batch"`, `"name":"job","image":"box","renamed":"chat-2"`)
+	for _, l := range n.lines() {
+		if strings.Contains(l.text, "an adopted cgroup is gone") {
+			t.Errorf("every cgroup is there, and the log says %s", l.text)
+		}
+	}
 	wantWords(t, n.must("explain", "--from", "chat-2"), "compartment chat")
 	if c := n.status().containerOf(batch); c == nil || c.Name != "chat-2" {
 		t.Errorf("renamed it is %+v", c)
@@ -163,7 +171,7 @@ func TestContainers(t *testing.T) {
 		t.Fatal(err)
 	}
 	n.inFeature(chat, "")
-	n.logged("an adopted cgroup is gone", chat)
+	n.logged("an adopted cgroup is gone", chat, `"name":"chat-3"`)
 	// Started again it has another cgroup of the same name.
 	running, _ = n.scope("a")
 	n.inFeature(chat, "chat")
