@@ -38,6 +38,8 @@ type Keeper struct {
 	cpus      nodeCPUs
 	elsewhere []Condition
 	kept      map[string]*kept // by path
+	// settled are the cgroups in which there is nothing to keep, by path: most of the tree.
+	settled map[string]settled
 	// restore are conditions of what could not be put back.
 	restore []Condition
 	// waiting are cgroups whose values wait for a runtime, with their ids.
@@ -56,6 +58,12 @@ type kept struct {
 	conds []Condition
 	// next is when it may be put right again, and retry when what falls short is tried again.
 	next, retry time.Time
+}
+
+// settled is a cgroup in which what a feature asks, or nothing, was brought about and nothing is left to keep.
+type settled struct {
+	id      uint64
+	feature *policy.Feature
 }
 
 // Again makes the next SetValues bring about everything, as for another plan: more can be set now, say.
@@ -109,13 +117,17 @@ func (k *Keeper) SetValues(plan *policy.Plan, adopted []Adopted) ([]Correction, 
 	asked, names := askedOf(k.here, adopted), namesOf(plan, adopted)
 	before := k.kept
 	k.plan, k.again, k.kept = plan, false, make(map[string]*kept, len(before))
-	waited := k.waiting
-	k.waiting = map[string]waits{}
+	waited, settledBefore := k.waiting, k.settled
+	k.waiting, k.settled = map[string]waits{}, make(map[string]settled, len(all))
 	now := time.Now()
 	var put []Correction
 	wanted := map[string][]Value{}
 	for _, c := range all {
 		f := asked[c.Path]
+		if as := (settled{c.ID, f}); !again && settledBefore[c.Path] == as {
+			k.settled[c.Path] = as
+			continue
+		}
 		old, waited := before[c.Path], waited[c.Path]
 		appeared := !again && (old == nil || old.ID != c.ID)
 		if !isSlice(c.Path) && hasValues(f) && (appeared || waited.id == c.ID) {
@@ -150,6 +162,8 @@ func (k *Keeper) SetValues(plan *policy.Plan, adopted []Adopted) ([]Correction, 
 		}
 		if len(g.values) > 0 || len(g.conds) > 0 {
 			k.kept[c.Path] = g
+		} else if f == asked[c.Path] { // else the rest waits
+			k.settled[c.Path] = settled{c.ID, f}
 		}
 		if !isSlice(c.Path) && len(g.values) > 0 {
 			wanted[c.Path] = g.values
