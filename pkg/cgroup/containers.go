@@ -92,12 +92,20 @@ func matchText(glob, text string) bool {
 func matchImage(glob, image string) bool {
 	names := []string{image}
 	if ref, err := reference.ParseNormalizedNamed(image); err == nil { // an id is none
-		names = append(names, ref.Name(), reference.FamiliarName(ref))
-		if tagged, ok := reference.TagNameOnly(ref).(reference.Tagged); ok {
-			names = append(names, ref.Name()+":"+tagged.Tag(), reference.FamiliarName(ref)+":"+tagged.Tag())
-		}
-		if digested, ok := ref.(reference.Digested); ok {
-			names = append(names, ref.Name()+"@"+digested.Digest().String())
+		tagged, _ := reference.TagNameOnly(ref).(reference.Tagged)
+		digested, _ := ref.(reference.Digested)
+		for _, name := range []string{ref.Name(), reference.FamiliarName(ref)} {
+			names = append(names, name)
+			if digested != nil {
+				names = append(names, name+"@"+digested.Digest().String())
+			}
+			if tagged != nil {
+				name += ":" + tagged.Tag()
+				names = append(names, name)
+				if digested != nil {
+					names = append(names, name+"@"+digested.Digest().String())
+				}
+			}
 		}
 	}
 	return slices.ContainsFunc(names, func(name string) bool { return match(glob, name) })

@@ -21,6 +21,7 @@ func contained(globs ...string) policy.Match {
 func TestMatchContainer(t *testing.T) {
 	c := &Container{Name: "shop-chat-1", Image: "nginx:1.27", Labels: map[string]string{"com.docker.compose.service": "chat", "source": "https://example.com/shop", "tier": ""}}
 	pinned := &Container{Name: "p", Image: "ghcr.example/team/app@sha256:" + strings.Repeat("a", 64), Labels: map[string]string{"io.podman.compose.service": "chat"}}
+	both := &Container{Image: "docker.io/library/nginx:1.27@sha256:" + strings.Repeat("a", 64)}
 	byID := &Container{Name: "i", Image: "sha256:" + strings.Repeat("b", 64)}
 	for _, tc := range []struct {
 		c     *Container
@@ -41,6 +42,12 @@ func TestMatchContainer(t *testing.T) {
 		{pinned, []string{"image", "ghcr.example/team/*"}, true},
 		{pinned, []string{"image", "ghcr.example/team/app@sha256:a*"}, true},
 		{pinned, []string{"image", "ghcr.example/team/app:latest"}, false},
+		{&Container{Image: "nginx@sha256:" + strings.Repeat("a", 64)}, []string{"image", "docker.io/library/nginx@sha256:a*"}, true},
+		{&Container{Image: "docker.io/library/nginx@sha256:" + strings.Repeat("a", 64)}, []string{"image", "nginx@sha256:a*"}, true},
+		{both, []string{"image", "nginx:1.27"}, true},
+		{both, []string{"image", "nginx@sha256:a*"}, true},
+		{both, []string{"image", "nginx:1.27@sha256:a*"}, true},
+		{both, []string{"image", "nginx:latest"}, false},
 		{byID, []string{"image", "sha256:b*"}, true},
 		{byID, []string{"image", "**"}, true},
 		{c, []string{"label", "tier=*"}, true},
@@ -161,10 +168,14 @@ func TestContainerFinder(t *testing.T) {
 	if got, _ := look(); len(got) != 2 || !strings.HasSuffix(got[0], ".scope=batch by runs") {
 		t.Errorf("with another image: %q", got)
 	}
-	list[0].Image, list[1].Labels = "other", map[string]string{"tier": "free"}
+	list[0].Image = "other"
 	list[1].Name = "renamed"
-	if got, _ := look(); !slices.Equal(got, []string{"/system.slice/docker-" + id("b") + ".scope=batch by renamed"}) {
+	if got, _ := look(); len(got) > 0 {
 		t.Errorf("with another name: %q", got)
+	}
+	list[1].Labels = map[string]string{"tier": "free"}
+	if got, _ := look(); !slices.Equal(got, []string{"/system.slice/docker-" + id("b") + ".scope=batch by renamed"}) {
+		t.Errorf("with a label: %q", got)
 	}
 	list[1].Labels = map[string]string{"tier": "pro"}
 	if got, _ := look(); len(got) > 0 {
@@ -217,6 +228,38 @@ func TestContainerNested(t *testing.T) {
 	}
 }
 
+// What is beside container in an item has to hold too, and the item's tenant is the container's.
+func TestContainerBeside(t *testing.T) {
+	tree := testTree(t)
+	id := strings.Repeat("ab", 32)
+	at := mkdir(t, tree, "/docker-"+id+".scope").Path
+	all, err := tree.Walk()
+	must(t, err)
+	for _, tc := range []struct {
+		policy.Match
+		want string
+	}{
+		{policy.Match{Unit: "docker-*.scope"}, at + "=chat/"},
+		{policy.Match{Unit: "*.service"}, ""},
+		{policy.Match{Cgroup: "/docker-*"}, at + "=chat/"},
+		{policy.Match{Cgroup: "/other/*"}, ""},
+		{policy.Match{Tenant: "free"}, at + "=chat/free"},
+	} {
+		tc.Container = map[string]string{"name": "web"}
+		p := plan(policy.Enforce, []string{"free"}, feature("chat", nil, nil, tc.Match))
+		found, conds := NewContainerFinder(tree).Find(p, []Container{{Runtime: "docker", ID: id, Name: "web"}}, all)
+		noConditions(t, conds, nil)
+		got := ""
+		for _, a := range Adopt(p, all, found) {
+			c := p.Compartments[a.Compartment]
+			got += a.Path + "=" + c.Feature + "/" + c.Tenant
+		}
+		if got != tc.want {
+			t.Errorf("%v: %q, want %q", tc.Match, got, tc.want)
+		}
+	}
+}
+
 func TestContainerdByName(t *testing.T) {
 	tree := testTree(t)
 	id := strings.Repeat("cd", 32)
@@ -247,6 +290,11 @@ func TestContainerPIDReused(t *testing.T) {
 	found, conds := NewContainerFinder(tree).Find(p, []Container{{Runtime: "docker", ID: id, Name: "chat", PID: other.Process.Pid}}, all)
 	if len(found) != 1 {
 		t.Errorf("%v %v", found, conds)
+	}
+	// One of which is known that it is outside of the tree says that it is not here.
+	found, conds = NewContainerFinder(tree).Find(p, []Container{{Runtime: "docker", ID: id, Name: "chat", PID: os.Getpid()}}, all)
+	if len(found)+len(conds) > 0 {
+		t.Errorf("with a process outside: %v %v", found, conds)
 	}
 	// A user's directory of its name is not taken for it even so.
 	must(t, os.Chown(tree.path("/docker-"+id+".scope"), 1000, 1000))
