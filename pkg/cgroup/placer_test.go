@@ -267,6 +267,27 @@ func TestInMatchedContainer(t *testing.T) {
 			}
 		}
 	}
+
+	// So is one that gets a name by which it does, and not one where what is beside container does not hold.
+	for unit, want := range map[string]bool{"docker-*.scope": true, "*.service": false} {
+		pl := plan(policy.Enforce, nil, feature("web", nil, nil, policy.Match{Unit: unit, Container: map[string]string{"name": "web"}}),
+			feature("chat", nil, nil, marked(t), other))
+		all, err := tree.Walk()
+		must(t, err)
+		placer := placing(t, tree, pl)
+		for _, name := range []string{"other", "web"} {
+			found, _ := NewContainerFinder(tree).Find(pl, []Container{{Runtime: "docker", ID: id, Name: name}}, all)
+			placer.Containers(found)
+			if name == "other" {
+				must(t, placer.Pass())
+				wantCondition(t, placer.Conditions(), TypePlacement, ReasonNotLoose, at)
+			}
+			placer.Verify()
+		}
+		if got := len(placer.Conditions()) == 0; got != want {
+			t.Errorf("renamed, with unit %s: %+v", unit, placer.Conditions())
+		}
+	}
 }
 
 // In a unit with Delegate=yes a process gets a cgroup in the unit, which is adopted; it

@@ -1,6 +1,7 @@
 package cgroup
 
 import (
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -9,23 +10,49 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
+	"bulkhead/internal/kerneltest"
 	"bulkhead/pkg/policy"
 )
+
+const busybox = "/bin/busybox" // of busybox-static; the guests have it too
 
 // runs starts a program of any name in a cgroup. busybox is what it is called.
 func runs(t *testing.T, tree *Tree, in, name string) *exec.Cmd {
 	t.Helper()
-	const busybox = "/bin/busybox" // of busybox-static; the guests have it too
 	text, err := os.ReadFile(busybox)
 	must(t, err)
 	file := filepath.Join(t.TempDir(), name)
 	must(t, os.WriteFile(file, text, 0o755))
+	return runsFile(t, tree, in, file)
+}
+
+// runsOpen starts what is open, of which /proc tells as it does of what has no path.
+func runsOpen(t *testing.T, tree *Tree, in string, fd int) *exec.Cmd {
+	t.Helper()
+	f := os.NewFile(uintptr(fd), "program")
+	defer f.Close()
+	return runsFile(t, tree, in, "/proc/self/fd/3", f)
+}
+
+func runsFile(t *testing.T, tree *Tree, in, file string, held ...*os.File) *exec.Cmd {
+	t.Helper()
 	d, err := os.Open(tree.path(in))
 	must(t, err)
 	defer d.Close()
-	cmd := &exec.Cmd{Path: file, Args: []string{"sleep", "1000"}, SysProcAttr: &syscall.SysProcAttr{UseCgroupFD: true, CgroupFD: int(d.Fd())}}
+	cmd := &exec.Cmd{Path: file, Args: []string{"sleep", "1000"}, ExtraFiles: held, SysProcAttr: &syscall.SysProcAttr{UseCgroupFD: true, CgroupFD: int(d.Fd())}}
 	must(t, cmd.Start())
 	t.Cleanup(func() { ends(cmd) })
+	// The kernel gives it its name last.
+	name := filepath.Base(file)
+	kerneltest.Poll(t, name+" runs", func() error {
+		comm, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", cmd.Process.Pid))
+		if got := strings.TrimSpace(string(comm)); got != name[:min(len(name), 15)] {
+			return fmt.Errorf("it is %q (%v)", got, err)
+		}
+		return nil
+	})
 	return cmd
 }
 
@@ -47,6 +74,8 @@ func TestSettingUp(t *testing.T) {
 		{"/x/runs", "sleep", false},
 		{"/x/runc", "runc", true},
 		{"/x/crun", "crun", true},
+		{"/x/youki", "youki", true},
+		{"/x/init", "runc:[2:INIT]", true}, // the name that runc gives itself; its executable has another
 		{"/x/other", "runcible", false},
 		{"/x/a1.service", "runc", false},
 	} {
@@ -70,6 +99,40 @@ func TestSettingUp(t *testing.T) {
 	runs(t, tree, "/y/below", "sleep")
 	if _, waits := tree.settingUp(c, waits{}, time.Now()); waits {
 		t.Error("one whose processes are below it waits")
+	}
+	// A runtime runs a copy of itself that nobody can write to: in memory, or a mount that is in no tree.
+	inMemory := func(name string) int {
+		t.Helper()
+		fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC)
+		must(t, err)
+		defer unix.Close(fd)
+		text, err := os.ReadFile(busybox)
+		must(t, err)
+		_, err = unix.Write(fd, text)
+		must(t, err)
+		again, err := unix.Open(fmt.Sprintf("/proc/self/fd/%d", fd), unix.O_RDONLY|unix.O_CLOEXEC, 0) // what is open for writing cannot run
+		must(t, err)
+		return again
+	}
+	mount, err := unix.OpenTree(unix.AT_FDCWD, busybox, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
+	must(t, err)
+	for _, tc := range []struct {
+		fd   int
+		want bool
+	}{{inMemory("runc_cloned:/proc/self/exe"), true}, {inMemory("crun"), true}, {inMemory("runcible"), false}, {inMemory("other"), false}, {mount, true}} {
+		program := runsOpen(t, tree, "/x/runs", tc.fd)
+		if got := ofRuntime(program.Process.Pid); got != tc.want {
+			exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", program.Process.Pid))
+			t.Errorf("%s (%v): %v", exe, err, got)
+		}
+	}
+	// A cgroup that is made again is another, for which nobody has waited yet.
+	must(t, syscall.Rmdir(tree.path("/apps")))
+	old := waits{id: 1, since: time.Now().Add(-setupLimit)}
+	again := mkdir(t, tree, "/apps")
+	runs(t, tree, "/apps", "runc")
+	if w, waits := tree.settingUp(again, old, time.Now()); !waits || w.id != again.ID {
+		t.Errorf("one that is made again: %+v %v", w, waits)
 	}
 	// What runc says of itself, and nobody else may.
 	named := start(t, tree, "/x/a.scope", "hold")
