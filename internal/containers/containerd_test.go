@@ -29,7 +29,10 @@ type fakeContainerd struct {
 	mu         sync.Mutex
 	containers map[string]map[string]*containersapi.Container // by namespace and id
 	pids       map[string]uint32
+	stopped    string // the one whose process has ended and is still known
 	events     chan *types.Envelope
+	// old does not know how to send containers one by one.
+	old bool
 }
 
 // These have the same names in each of the services, so each is one of its own.
@@ -77,6 +80,9 @@ func (f fakeContainers) List(ctx context.Context, _ *containersapi.ListContainer
 }
 
 func (f fakeContainers) ListStream(r *containersapi.ListContainersRequest, s containersapi.Containers_ListStreamServer) error {
+	if f.old {
+		return f.UnimplementedContainersServer.ListStream(r, s)
+	}
 	list, err := f.List(s.Context(), r)
 	for _, c := range list.GetContainers() {
 		if err == nil {
@@ -99,17 +105,25 @@ func (f fakeTasks) List(context.Context, *tasksapi.ListTasksRequest) (*tasksapi.
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	out := &tasksapi.ListTasksResponse{}
-	for id, pid := range f.pids {
-		out.Tasks = append(out.Tasks, &task.Process{ID: id, Pid: pid, Status: task.Status_RUNNING})
+	for id := range f.pids {
+		out.Tasks = append(out.Tasks, f.task(id))
 	}
 	return out, nil
+}
+
+func (f fakeTasks) task(id string) *task.Process {
+	state := task.Status_RUNNING
+	if id == f.stopped {
+		state = task.Status_STOPPED
+	}
+	return &task.Process{ID: id, Pid: f.pids[id], Status: state}
 }
 
 func (f fakeTasks) Get(_ context.Context, r *tasksapi.GetRequest) (*tasksapi.GetResponse, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if pid := f.pids[r.ContainerID]; pid != 0 {
-		return &tasksapi.GetResponse{Process: &task.Process{ID: r.ContainerID, Pid: pid, Status: task.Status_RUNNING}}, nil
+	if f.pids[r.ContainerID] != 0 {
+		return &tasksapi.GetResponse{Process: f.task(r.ContainerID)}, nil
 	}
 	return nil, status.Error(codes.NotFound, "no task")
 }
@@ -130,9 +144,11 @@ func (f fakeEvents) Subscribe(_ *eventsapi.SubscribeRequest, s eventsapi.Events_
 // tell changes what there is, and tells of it.
 func (f *fakeContainerd) tell(t *testing.T, ns string, m proto.Message, change func()) {
 	t.Helper()
-	f.mu.Lock()
-	change()
-	f.mu.Unlock()
+	if change != nil {
+		f.mu.Lock()
+		change()
+		f.mu.Unlock()
+	}
 	any, err := anypb.New(m)
 	if err != nil {
 		t.Fatal(err)
@@ -177,11 +193,52 @@ func TestContainerd(t *testing.T) {
 	become(t, w, web+chat+"\ncontainerd new/n n box 0 map[]")
 	f.tell(t, "new", &events.TaskCreate{ContainerID: "n", Pid: 12}, func() { f.pids["n"] = 12 })
 	become(t, w, web+chat+"\ncontainerd new/n n box 12 map[]")
-	// What is executed in it ends, and then it does; what is told of Docker's is not for us.
-	f.tell(t, "new", &events.TaskExit{ContainerID: "n", ID: "shell"}, func() {})
-	f.tell(t, "moby", &events.TaskCreate{ContainerID: "d1", Pid: 13}, func() {})
+	// Its process has ended, whose number may be another's by now, and nobody has taken it away.
+	f.tell(t, "new", &events.ContainerUpdate{ID: "n"}, func() { f.stopped = "n" })
+	become(t, w, web+chat+"\ncontainerd new/n n box 0 map[]")
 	f.tell(t, "new", &events.TaskExit{ContainerID: "n", ID: "n", Pid: 12}, func() { delete(f.pids, "n") })
 	become(t, w, web+chat+"\ncontainerd new/n n box 0 map[]")
 	f.tell(t, "new", &events.ContainerDelete{ID: "n"}, func() { delete(f.containers, "new") })
 	become(t, w, web+chat)
+}
+
+// What is known at once from each event. What is executed in a container is not the container, and Docker tells of its own.
+func TestContainerdEvents(t *testing.T) {
+	f := &fakeContainerd{events: make(chan *types.Envelope, 10)}
+	told := follow(t, serveContainerd(t, f))
+	f.tell(t, "moby", &events.TaskCreate{ContainerID: "d1", Pid: 13}, nil)
+	f.tell(t, "new", &events.ContainerCreate{ID: "n"}, nil)
+	f.tell(t, "new", &events.TaskCreate{ContainerID: "n", Pid: 12}, nil)
+	f.tell(t, "new", &events.TaskExit{ContainerID: "n", ID: "shell"}, nil)
+	f.tell(t, "new", &events.TaskDelete{ContainerID: "n", ID: "shell"}, nil)
+	f.tell(t, "new", &events.TaskOOM{ContainerID: "n"}, nil)
+	f.tell(t, "new", &events.ContainerUpdate{ID: "n"}, nil)
+	f.tell(t, "new", &events.TaskExit{ContainerID: "n", ID: "n"}, nil)
+	f.tell(t, "new", &events.TaskDelete{ContainerID: "n", ID: "n"}, nil)
+	f.tell(t, "new", &events.TaskDelete{ContainerID: "n"}, nil)
+	f.tell(t, "new", &events.ContainerDelete{ID: "n"}, nil)
+	wantTold(t, told, "new/n", "new/n has process 12", "new/n", "new/n has process 0", "new/n has process 0", "new/n has process 0", "new/n is gone")
+}
+
+// A containerd that cannot send them one by one is asked for all.
+func TestOldContainerd(t *testing.T) {
+	f := &fakeContainerd{old: true, containers: map[string]map[string]*containersapi.Container{"default": {"web": {ID: "web", Image: "box"}}}}
+	if got := texts(watch(t, serveContainerd(t, f)).Containers()); got != "containerd default/web web box 0 map[]" {
+		t.Error(got)
+	}
+}
+
+// One without a process is there, and one that is not there is no failure.
+func TestContainerdGet(t *testing.T) {
+	f := &fakeContainerd{containers: map[string]map[string]*containersapi.Container{"default": {"web": {ID: "web", Image: "box"}}}}
+	r, err := open(serveContainerd(t, f))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.close()
+	for id, want := range map[string]bool{"default/web": true, "default/other": false, "other/web": false} {
+		if c, ok, err := r.get(t.Context(), id); ok != want || err != nil || ok && (c.ID != id || c.Image != "box" || c.PID != 0) {
+			t.Errorf("%s: %+v %v %v", id, c, ok, err)
+		}
+	}
 }

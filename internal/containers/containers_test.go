@@ -1,9 +1,12 @@
 package containers
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net"
+	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
@@ -77,16 +80,105 @@ func TestEngine(t *testing.T) {
 	release := e.Hang("c")
 	e.Put("create", "c", fake("new", "box", map[string]string{"tier": "pro", "name": "x"}, 0))
 	become(t, w, "docker a chat nginx 11 map[tier:free]\ndocker c new box 0 map[tier:pro]")
+	// A new name is known at once, and takes nothing from what was known.
+	asked := e.Hang("a")
 	e.Put("rename", "a", fake("talk", "nginx", map[string]string{"tier": "free"}, 11))
 	become(t, w, "docker a talk nginx 11 map[tier:free]\ndocker c new box 0 map[tier:pro]")
+	asked()
 	e.Put("start", "c", fake("new", "box", map[string]string{"tier": "pro", "name": "x"}, 12))
 	release()
 	become(t, w, "docker a talk nginx 11 map[tier:free]\ndocker c new box 12 map[name:x tier:pro]")
-	e.Put("exec_start: ls", "a", fake("talk", "nginx", map[string]string{"tier": "free"}, 99)) // nothing that we ask about
 	e.Put("die", "c", fake("new", "box", map[string]string{"tier": "pro", "name": "x"}, 0))
 	become(t, w, "docker a talk nginx 11 map[tier:free]\ndocker c new box 0 map[name:x tier:pro]")
-	e.Put("start", "a", fake("talk", "nginx", map[string]string{"tier": "free"}, 11))
-	become(t, w, "docker a talk nginx 11 map[tier:free]\ndocker c new box 0 map[name:x tier:pro]")
+}
+
+// follow has what a runtime tells of changes sent as text, in order.
+func follow(t *testing.T, s Socket) <-chan string {
+	t.Helper()
+	r, err := open(s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.ping(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	told, ended := make(chan string, 100), make(chan struct{})
+	ctx, stop := context.WithCancel(t.Context())
+	t.Cleanup(func() {
+		stop()
+		<-ended
+		r.close()
+	})
+	go func() {
+		defer close(ended)
+		_ = r.follow(ctx, time.Unix(1234567, 89), func() {}, func(c change) {
+			text := c.id
+			if c.made != nil {
+				text += fmt.Sprintf(" is %s of %s %v", c.made.Name, c.made.Image, c.made.Labels)
+			}
+			if c.pid != nil {
+				text += fmt.Sprintf(" has process %d", *c.pid)
+			}
+			if c.removed {
+				text += " is gone"
+			}
+			told <- text
+		})
+	}()
+	return told
+}
+
+// wantTold compares what was told, of which the last is the last.
+func wantTold(t *testing.T, told <-chan string, want ...string) {
+	t.Helper()
+	for _, want := range want {
+		select {
+		case got := <-told:
+			if got != want {
+				t.Errorf("told %q, want %q", got, want)
+			}
+		case <-time.After(30 * time.Second):
+			t.Fatalf("%q is not told", want)
+		}
+	}
+}
+
+// What is known at once from each event of Docker's and of Podman's.
+func TestEngineEvents(t *testing.T) {
+	e := kerneltest.NewEngine(t)
+	since, inner := make(chan string, 1), e.Handler
+	e.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if s := r.FormValue("since"); s != "" {
+			since <- s
+		}
+		inner.ServeHTTP(w, r)
+	})
+	told := follow(t, Socket{Podman, e.Path, true})
+	kerneltest.Poll(t, "it follows", func() error {
+		if e.Followers() != 1 {
+			return errors.New("nobody does")
+		}
+		return nil
+	})
+	// Nothing is missed between a question and its answer.
+	if got := <-since; got != "1234567" {
+		t.Errorf("events since %s", got)
+	}
+	var want []string
+	for _, action := range []string{"create", "init", "start", "restart", "rename", "update", "exec_start: ls", "health_status", "exec_died",
+		"stop", "die", "died", "cleanup", "remove", "destroy"} {
+		e.Put(action, action, fake("web", "box", map[string]string{"tier": "free", "name": "x", "oldName": "y"}, 11))
+		switch action {
+		case "exec_start: ls", "health_status", "exec_died":
+		case "stop", "die", "died", "cleanup":
+			want = append(want, action+" has process 0")
+		case "remove", "destroy":
+			want = append(want, action+" is gone")
+		default:
+			want = append(want, action+" is web of box map[tier:free]")
+		}
+	}
+	wantTold(t, told, want...)
 }
 
 // What a runtime has told holds while it is away, and what happened meanwhile is known when it is back.

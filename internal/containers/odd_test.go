@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"path/filepath"
 	"strings"
 	"sync/atomic"
@@ -55,23 +56,30 @@ func TestManyOfContainerd(t *testing.T) {
 	}
 }
 
-// A container that was restarted while nobody listened has another process when the runtime is back.
+// A container that was restarted while nobody listened has another process when the runtime is back, and so has one
+// whose event was lost, once its process has ended.
 func TestRestartedMeanwhile(t *testing.T) {
 	e := kerneltest.NewEngine(t)
-	e.Put("", "a", fake("chat", "nginx", nil, 11))
+	there, nobody := os.Getpid(), 1<<30
+	e.Put("", "a", fake("chat", "nginx", nil, there))
+	e.Put("", "b", fake("batch", "nginx", nil, nobody))
 	w := watch(t, Socket{Docker, e.Path, true})
-	become(t, w, "docker a chat nginx 11 map[]")
+	become(t, w, fmt.Sprintf("docker a chat nginx %d map[]\ndocker b batch nginx %d map[]", there, nobody))
+	e.Put("", "b", fake("batch", "nginx", nil, 66))
+	become(t, w, fmt.Sprintf("docker a chat nginx %d map[]\ndocker b batch nginx 66 map[]", there))
 	e.Stop()
 	e.Put("", "a", fake("chat", "nginx", nil, 77)) // dockerd restarts it (restart: always) before it answers
 	e.Start()
-	become(t, w, "docker a chat nginx 77 map[]")
+	become(t, w, "docker a chat nginx 77 map[]\ndocker b batch nginx 66 map[]")
 }
 
 // A container made while a list is on its way.
 func TestListOfBefore(t *testing.T) {
 	e := kerneltest.NewEngine(t)
 	e.Put("", "a", fake("chat", "nginx", nil, 11))
-	hold, held := make(chan struct{}), make(chan struct{}, 10)
+	e.Put("", "g", fake("stays", "nginx", nil, os.Getpid()))
+	stays := fmt.Sprintf("\ndocker g stays nginx %d map[]", os.Getpid())
+	hold, held, asked := make(chan struct{}), make(chan struct{}, 10), make(chan struct{}, 10)
 	inner := e.Handler
 	n := 0
 	e.Handler = http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
@@ -87,6 +95,9 @@ func TestListOfBefore(t *testing.T) {
 				return
 			}
 		}
+		if r.URL.Path == "/v1.41/containers/d/json" {
+			asked <- struct{}{}
+		}
 		inner.ServeHTTP(rw, r)
 	})
 	w := watch(t, Socket{Docker, e.Path, true})
@@ -96,10 +107,11 @@ func TestListOfBefore(t *testing.T) {
 		t.Fatal("no second list: containerd does not say when it begins to tell of events")
 	}
 	e.Put("create", "b", fake("new", "box", nil, 0))
-	become(t, w, "docker a chat nginx 11 map[]\ndocker b new box 0 map[]")
+	become(t, w, "docker a chat nginx 11 map[]\ndocker b new box 0 map[]"+stays)
 	e.Put("destroy", "a", kerneltest.Container{})
-	become(t, w, "docker b new box 0 map[]")
+	become(t, w, "docker b new box 0 map[]"+stays)
 	e.Hang("a") // nothing but the event says that it is gone
+	e.Hang("g") // what is known is not forgotten for an answer that may come
 	close(hold)
 	// The list adds what it alone tells, and is no news of what was told since.
 	announced(t, w, func() error {
@@ -108,9 +120,59 @@ func TestListOfBefore(t *testing.T) {
 		}
 		return nil
 	})
-	if got := texts(w.Containers()); got != "docker b new box 0 map[]\ndocker c listed box 0 map[]" {
+	if got := texts(w.Containers()); got != "docker b new box 0 map[]\ndocker c listed box 0 map[]"+stays {
 		t.Error(got)
 	}
+	// An answer is news also if there was an event meanwhile that is about another. The next list is a minute away.
+	release := e.Hang("d")
+	e.Put("create", "d", fake("late", "box", map[string]string{"name": "x"}, 0))
+	<-asked
+	e.Put("rename", "b", fake("newer", "box", nil, 0))
+	become(t, w, "docker b newer box 0 map[]\ndocker c listed box 0 map[]\ndocker d late box 0 map[]"+stays)
+	release()
+	become(t, w, "docker b newer box 0 map[]\ndocker c listed box 0 map[]\ndocker d late box 0 map[name:x]"+stays)
+	// Who is asked about one that is not there says so, whatever became of the event.
+	release = e.Hang("f")
+	e.Put("create", "f", fake("lost", "box", nil, 0))
+	become(t, w, "docker b newer box 0 map[]\ndocker c listed box 0 map[]\ndocker d late box 0 map[name:x]\ndocker f lost box 0 map[]"+stays)
+	e.Remove("f")
+	release()
+	become(t, w, "docker b newer box 0 map[]\ndocker c listed box 0 map[]\ndocker d late box 0 map[name:x]"+stays)
+}
+
+// A container that is destroyed while an answer about it is on its way stays destroyed.
+func TestAnswerOfBefore(t *testing.T) {
+	e := kerneltest.NewEngine(t)
+	hold, asked := make(chan struct{}), make(chan struct{}, 10)
+	inner := e.Handler
+	e.Handler = http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+		if r.URL.Path != "/v1.41/containers/a/json" {
+			inner.ServeHTTP(rw, r)
+			return
+		}
+		answer := httptest.NewRecorder()
+		inner.ServeHTTP(answer, r)
+		asked <- struct{}{}
+		select {
+		case <-hold:
+		case <-r.Context().Done():
+		}
+		rw.WriteHeader(answer.Code)
+		rw.Write(answer.Body.Bytes())
+	})
+	w := watch(t, Socket{Docker, e.Path, true})
+	e.Put("create", "a", fake("web", "box", nil, 0))
+	<-asked
+	e.Put("rename", "a", fake("shop", "box", nil, 0)) // so that it is asked about again after that
+	become(t, w, "docker a shop box 0 map[]")
+	e.Put("destroy", "a", kerneltest.Container{})
+	become(t, w, "")
+	hold <- struct{}{}
+	<-asked
+	if got := texts(w.Containers()); got != "" {
+		t.Error(got)
+	}
+	close(hold)
 }
 
 // A socket that nobody listens on any more, which systemd leaves (RemoveOnStop=no is its default): podman was never asked for by name.
