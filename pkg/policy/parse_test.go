@@ -449,7 +449,10 @@ func TestErrors(t *testing.T) {
 			"    - {cgroup: /a/}\n" +
 			"    - {unit: a/b.service}\n" +
 			"    - chat.service\n" +
-			"    - {container: {name: x}, user: root}\n", []string{
+			"    - {container: {name: x}, user: root}\n" +
+			"    - {container: {name: x}, exe: /bin/x}\n" +
+			"    - {container: {name: x}, cmdline: x}\n" +
+			"    - {container: {name: \"[\", image: \"{a\"}}\n", []string{
 			`p.yaml:10:14: features.a.match[0].unit: "chat" has no unit type; write "chat.service"`,
 			`p.yaml:10:28: features.a.match[0].cgroup: "x" does not start with /; write the path below the cgroup root, as in /proc/PID/cgroup`,
 			`p.yaml:10:36: features.a.match[0].exe: "python" is compared with the full path and would match nothing; write "**/python"`,
@@ -472,6 +475,10 @@ func TestErrors(t *testing.T) {
 			`p.yaml:21:14: features.a.match[11].unit: "a/b.service" is not a unit: a unit has neither / nor spaces`,
 			"p.yaml:22:7: features.a.match[12]: needs a mapping such as {unit: chat.service}; this is a text",
 			"p.yaml:23:7: features.a.match[13]: container goes with unit, cgroup and tenant, not with exe, cmdline or user: a container is adopted as a whole, and no process is moved out of one",
+			"p.yaml:24:7: features.a.match[14]: container goes with unit, cgroup and tenant, not with exe, cmdline or user: a container is adopted as a whole, and no process is moved out of one",
+			"p.yaml:25:7: features.a.match[15]: container goes with unit, cgroup and tenant, not with exe, cmdline or user: a container is adopted as a whole, and no process is moved out of one",
+			`p.yaml:26:26: features.a.match[16].container.name: "[" is not a glob: a bracket, a brace or a backslash is not closed`,
+			`p.yaml:26:38: features.a.match[16].container.image: "{a" is not a glob: a bracket, a brace or a backslash is not closed`,
 		}},
 		{"protect", head + "protect: [ssh, /a/../b, a/b, /, \"/x*\", /sys/fs/cgroup/x, \"[.service\", 5, ~]\n" + none, []string{
 			`p.yaml:4:11: protect[0]: "ssh" has no unit type; write "ssh.service"`,

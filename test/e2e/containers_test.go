@@ -12,6 +12,8 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/cilium/ebpf"
+
 	"bulkhead/internal/kerneltest"
 )
 
@@ -110,6 +112,7 @@ func TestContainers(t *testing.T) {
 		t.Errorf("conns -o json says\n%s", r.stdout)
 	}
 	outside.Kill()
+	n.Mkdir("machine.slice/libpod-conmon-" + containerID("a") + ".scope") // a monitor has the id too
 	for _, from := range []string{"chat-1", containerID("a"), containerID("a")[:12]} {
 		wantWords(t, n.must("explain", "--from", from), "container "+from+" is cgroup "+chat, "compartment chat, because of "+chat)
 	}
@@ -210,6 +213,44 @@ func TestContainerForged(t *testing.T) {
 	if c := n.status().condition("Placement"); c == nil || c.Reason != "NoCgroupOfItsOwn" || !strings.Contains(c.Message, "chat-2") {
 		t.Errorf("condition %+v", c)
 	}
+	wantWords(t, n.run("plan", n.policy).stdout, "NoCgroupOfItsOwn", "chat-2")
+}
+
+// A process that an item matches is not missed where it is if an earlier item has the container that it is in: not by
+// the agent, once it knows of the container, nor by plan and after a reload.
+func TestProcessInContainer(t *testing.T) {
+	n, e := newDocker(t)
+	n.write(strings.Replace(containing, `container: {label: "tier=free"}`, `exe: "**/*e2e.test", cgroup: "/system.slice/*"`, 1))
+	running, chat := n.scope("a")
+	client := n.place(running)
+	missed := func() *condition {
+		c := n.status().condition("Placement")
+		if c != nil && (c.Reason != "NotLoose" || !strings.Contains(c.Message, chat)) {
+			t.Fatalf("%+v", c)
+		}
+		return c
+	}
+	n.start()
+	if missed() == nil {
+		t.Error("nothing is told of a process in a container that nobody knows")
+	}
+	wantWords(t, n.run("plan", n.policy).stdout, "NotLoose", chat)
+	e.Put("start", containerID("a"), kerneltest.Container{Name: "chat-1", Image: "box", PID: client.PID})
+	kerneltest.Poll(t, "it is in its place", func() error {
+		if c := missed(); c != nil {
+			return fmt.Errorf("%+v", c)
+		}
+		return nil
+	})
+	n.inFeature(chat, "chat")
+	n.wantRun(0, nil, "plan", n.policy)
+	if r := n.run("plan", n.policy); strings.Contains(r.stdout, "NotLoose") {
+		t.Errorf("plan: %s", r)
+	}
+	n.must("reload")
+	if c := missed(); c != nil {
+		t.Errorf("after a reload %+v", c)
+	}
 }
 
 // What a runtime has told holds while it does not answer, plan knows that too, and everybody is told.
@@ -272,6 +313,12 @@ func TestContainerRuntimeAway(t *testing.T) {
 	runs(1)
 	dials(t, client, n.addr(1), 2, 0)
 	n.wantRun(0, nil, "plan", n.policy)
+	// What another policy does not match it lets go.
+	other := filepath.Join(n.dir, "other.yaml")
+	n.save(other, strings.Replace(containing, "chat-*", "talk-*", 1))
+	if adopt, release, conds = plan(2, other); len(adopt)+len(conds) > 0 || len(release) != 1 || release[0].Path != chat {
+		t.Errorf("plan of another policy adopts %v, releases %v, %+v", adopt, release, conds)
+	}
 
 	e.Stop()
 	runs(0)
@@ -351,11 +398,20 @@ func TestContainersNotAsked(t *testing.T) {
 	if got := n.status().cgroups("chat"); !slices.Contains(got, chat) {
 		t.Errorf("after the reload chat has %v", got)
 	}
-	// A reload that is refused goes on asking as before.
+	// A reload that is refused goes on asking as before, also one that the kernel refuses.
 	n.write(wrong)
 	n.wantRun(1, nil, "reload")
-	e.Put("rename", containerID("a"), kerneltest.Container{Name: "talk", Image: "nginx:1.27", PID: client.PID})
-	n.inFeature(chat, "")
+	n.exclusive(ebpf.AttachCGroupUDP6Sendmsg, func() {
+		n.write(strings.Replace(shares, "ports: [8000]", "ports: [8000], protocol: udp", 1))
+		n.wantRun(1, []string{"attach bh_sendmsg6"}, "reload")
+	})
+	e.Put("rename", containerID("a"), kerneltest.Container{Name: "chat-2", Image: "nginx:1.27", PID: client.PID})
+	kerneltest.Poll(t, "it has another name", func() error {
+		if c := n.status().containerOf(chat); c == nil || c.Name != "chat-2" {
+			return fmt.Errorf("%+v", c)
+		}
+		return nil
+	})
 
 	n.write(shares)
 	n.must("reload")
@@ -373,9 +429,10 @@ func TestContainersNotAsked(t *testing.T) {
 	}
 
 	// Somebody may want nobody to be asked.
-	n.write(containing)
+	other := filepath.Join(n.dir, "other.yaml") // what is in the agent's file is in force at any time
+	n.save(other, containing)
 	n.also = []string{"--container-runtime", "none"}
-	r := n.run("plan", n.policy)
+	r := n.run("plan", other)
 	wantResult(t, r, 2)
 	wantWords(t, r.stdout, "RuntimeAway", "no container runtime is asked (--container-runtime none)")
 }

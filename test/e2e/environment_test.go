@@ -213,7 +213,7 @@ func TestSlicesTakenBack(t *testing.T) {
 	n := newNode(t)
 	n.write(shares)
 	before := n.state()
-	n.exclusive(func() {
+	n.exclusive(ebpf.AttachCGroupInet6Connect, func() {
 		alone := attached(t, n.Cgroup.Path)
 		wantSentence(t, n.run(n.agentCommand()...), 1, "attach bh_connect6 to "+n.Cgroup.Path, "of somebody else", "bpftool cgroup tree")
 		n.wantState(before)
@@ -240,12 +240,12 @@ func TestSlicesTakenBack(t *testing.T) {
 	n.wantState(before)
 }
 
-// exclusive does f while a program of somebody else has the hook of connect6 for itself:
-// it is attached without a flag that lets others beside it.
-func (n *node) exclusive(f func()) {
+// exclusive does f while a program of somebody else has a hook for itself: it is attached
+// without a flag that lets others beside it.
+func (n *node) exclusive(hook ebpf.AttachType, f func()) {
 	n.t.Helper()
 	prog, err := ebpf.NewProgram(&ebpf.ProgramSpec{
-		Type: ebpf.CGroupSockAddr, AttachType: ebpf.AttachCGroupInet6Connect, License: "GPL",
+		Type: ebpf.CGroupSockAddr, AttachType: hook, License: "GPL",
 		Instructions: asm.Instructions{asm.Mov.Imm(asm.R0, 1), asm.Return()},
 	})
 	if err != nil {
@@ -257,12 +257,12 @@ func (n *node) exclusive(f func()) {
 		n.t.Fatal(err)
 	}
 	defer dir.Close()
-	err = link.RawAttachProgram(link.RawAttachProgramOptions{Target: int(dir.Fd()), Program: prog, Attach: ebpf.AttachCGroupInet6Connect})
+	err = link.RawAttachProgram(link.RawAttachProgramOptions{Target: int(dir.Fd()), Program: prog, Attach: hook})
 	if err != nil {
 		n.t.Fatal(err)
 	}
 	defer func() {
-		err := link.RawDetachProgram(link.RawDetachProgramOptions{Target: int(dir.Fd()), Program: prog, Attach: ebpf.AttachCGroupInet6Connect})
+		err := link.RawDetachProgram(link.RawDetachProgramOptions{Target: int(dir.Fd()), Program: prog, Attach: hook})
 		if err != nil {
 			n.t.Error(err)
 		}
