@@ -73,8 +73,8 @@ type agent struct {
 	generation uint32
 	placement  placement
 
-	// planBefore is the one by which processes were moved that are to go back now.
-	planBefore *policy.Plan
+	// plansBefore are those by which processes were moved that are to go back now.
+	plansBefore []*policy.Plan
 
 	applied, setup, values, unread, reconcile, pins, back, placing, containing []cgroup.Condition
 	// setupAt is when what falls short of setup is tried again.

@@ -80,7 +80,7 @@ func (a *agent) setUpAgain() {
 }
 
 // sendBack sends back the processes that the plan in force does not place any more.
-func (a *agent) sendBack() { a.back = a.tree.SendBack(a.plan, a.planBefore) }
+func (a *agent) sendBack() { a.back = a.tree.SendBack(a.plan, a.plansBefore...) }
 
 // tellCorrected counts and logs what was put back.
 func (a *agent) tellCorrected(put []cgroup.Correction) {

@@ -121,7 +121,7 @@ func TestSentBackLater(t *testing.T) {
 	if err := errors.Join(os.Mkdir(threaded, 0o755), os.WriteFile(filepath.Join(threaded, "cgroup.type"), []byte("threaded"), 0)); err != nil {
 		t.Fatal(err)
 	}
-	a.planBefore, a.plan = a.plan, without
+	a.plansBefore, a.plan = []*policy.Plan{a.plan}, without
 	a.sendBack()
 	a.publish()
 	for range 2 {
@@ -140,6 +140,23 @@ func TestSentBackLater(t *testing.T) {
 	stdin.Close()
 	_ = cmd.Wait()
 	kerneltest.Poll(t, "remove "+origin, func() error { return os.Remove(origin) })
+}
+
+func TestPlansBefore(t *testing.T) {
+	a, b := &policy.Plan{Mode: policy.Enforce}, &policy.Plan{Mode: policy.Observe}
+	if got := plansBefore([]*policy.Plan{a}, b, false); !slices.Equal(got, []*policy.Plan{b}) {
+		t.Errorf("all is back: %v", got)
+	}
+	before := []*policy.Plan{a}
+	if before = plansBefore(before, b, true); !slices.Equal(before, []*policy.Plan{a, b}) {
+		t.Errorf("something stays: %v", before)
+	}
+	for range 2 * mostBefore {
+		before = plansBefore(before, a, true)
+	}
+	if before = plansBefore(before, b, true); len(before) != mostBefore || before[mostBefore-1] != b {
+		t.Errorf("%d plans", len(before))
+	}
 }
 
 // Each condition is published once, in the order in which they come, however many there are.

@@ -194,9 +194,7 @@ func (a *agent) commit(ctx context.Context, plan *policy.Plan) (err error) {
 	if err != nil {
 		a.applied = []cgroup.Condition{condition("Kernel", "CleanUpFailed", err)}
 	}
-	if len(a.back) == 0 {
-		a.planBefore = a.plan
-	}
+	a.plansBefore = plansBefore(a.plansBefore, a.plan, len(a.back) > 0)
 	a.plan, a.generation = plan, generation
 	a.expireAt = time.Time{}
 	a.setup, a.setupAt = conds, time.Now().Add(setupEvery)
@@ -206,6 +204,19 @@ func (a *agent) commit(ctx context.Context, plan *policy.Plan) (err error) {
 	a.prune(nil)
 	a.adopt(ctx)
 	return nil
+}
+
+// mostBefore bounds how many plans are kept while something cannot go back.
+const mostBefore = 16
+
+// plansBefore are the plans by which processes may have been moved that do not belong where they are by the next: the last,
+// and while something of those before it has not gone back (stays), these too, the youngest of them.
+func plansBefore(before []*policy.Plan, last *policy.Plan, stays bool) []*policy.Plan {
+	if !stays {
+		before = nil
+	}
+	before = append(slices.Clone(before), last)
+	return before[max(0, len(before)-mostBefore):]
 }
 
 // publishIfPlaced publishes what was done about processes and containers, if anything was.

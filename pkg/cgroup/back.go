@@ -12,24 +12,31 @@ import (
 	"bulkhead/pkg/policy"
 )
 
-// belonging says whether processes that were put into compartments by a plan, before, belong there by another one.
+// belonging says whether processes that were put into compartments by one of some plans, before, belong there by another one.
 type belonging struct {
-	tree         *Tree
-	plan, before *policy.Plan // before is nil if it is not known
-	now, was     []item
+	tree   *Tree
+	plan   *policy.Plan
+	before []*policy.Plan // none if they are not known
+	now    []item
+	was    [][]item // by before
 	// paths are those of cgroups by their ids.
 	paths map[uint64]string
 	known map[int]lineage
 }
 
-// lineage is what a process comes from by the match items of two plans: the slice of the nearest of it and its
+// lineage is what a process comes from by the match items of plans: the slice of the nearest of it and its
 // ancestors that matches an item, "" if none does that is still there.
-type lineage struct{ now, was string }
+type lineage struct {
+	now string
+	was []string // by before
+}
 
-func newBelonging(t *Tree, plan, before *policy.Plan, all []Cgroup) *belonging {
-	b := &belonging{tree: t, plan: plan, before: before, now: placingItems(plan), paths: make(map[uint64]string, len(all)), known: map[int]lineage{}}
-	if before != nil {
-		b.was = placingItems(before)
+func newBelonging(t *Tree, plan *policy.Plan, before []*policy.Plan, all []Cgroup) *belonging {
+	b := &belonging{tree: t, plan: plan, now: placingItems(plan), paths: make(map[uint64]string, len(all)), known: map[int]lineage{}}
+	for _, p := range before {
+		if p != nil {
+			b.before, b.was = append(b.before, p), append(b.was, placingItems(p))
+		}
 	}
 	for _, c := range all {
 		b.paths[c.ID] = c.Path
@@ -48,7 +55,7 @@ func (b *belonging) placed(slice string) bool {
 // there, that it was put there, it is what that one matches now, "" for nothing: then it goes back. Else it was by one that has ended,
 // of which nobody can tell what it would match now: then it stays.
 func (b *belonging) of(pid int, slice string) string {
-	if l := b.lineage(pid); l.was == slice {
+	if l := b.lineage(pid); slices.Contains(l.was, slice) {
 		return l.now
 	}
 	return slice
@@ -63,14 +70,19 @@ func (b *belonging) lineage(pid int) lineage {
 	if err != nil {
 		return lineage{}
 	}
-	l := lineage{now: b.matches(pr, b.now, b.plan), was: b.matches(pr, b.was, b.before)}
-	if l.now == "" || l.was == "" {
+	l := lineage{now: b.matches(pr, b.now, b.plan), was: make([]string, len(b.was))}
+	for i, items := range b.was {
+		l.was[i] = b.matches(pr, items, b.before[i])
+	}
+	if l.now == "" || slices.Contains(l.was, "") {
 		up := b.lineage(pr.parent)
 		if l.now == "" {
 			l.now = up.now
 		}
-		if l.was == "" {
-			l.was = up.was
+		for i := range up.was {
+			if l.was[i] == "" {
+				l.was[i] = up.was[i]
+			}
 		}
 	}
 	b.known[pid] = l
@@ -108,10 +120,10 @@ func (b *belonging) matches(pr process, items []item, plan *policy.Plan) string 
 
 // SendBack moves the processes that were moved into compartments and do not belong there by a plan back to where they came
 // from: to the unit if it is one's, to the tree's root if that is gone. A process belongs where it, or an ancestor of it, matches; one
-// of which that cannot be told, as that ancestor has ended, stays as long as the plan moves any into the compartment. before is the plan
-// by which they were moved, nil if that is not known: then it can be told of none. Those that cannot go stay, and are told. Of cgroups in
+// of which that cannot be told, as that ancestor has ended, stays as long as the plan moves any into the compartment. before are the plans
+// by which they may have been moved, none if that is not known: then it can be told of none. Those that cannot go stay, and are told. Of cgroups in
 // units it removes those that nobody is in.
-func (t *Tree) SendBack(plan, before *policy.Plan) []Condition {
+func (t *Tree) SendBack(plan *policy.Plan, before ...*policy.Plan) []Condition {
 	all, err := t.Walk()
 	if err != nil {
 		return []Condition{shortfall(TypePlacement, ReasonStays, "processes that were moved are not sent back: %v", err)}

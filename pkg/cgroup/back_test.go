@@ -80,7 +80,7 @@ func TestItemLeaves(t *testing.T) {
 	follows(&again)
 	wantPlaces(t, tree, "the same policy", all)
 	// By which plan they were moved may not be known.
-	noConditions(t, tree.SendBack(after, nil), nil)
+	noConditions(t, tree.SendBack(after), nil)
 	wantPlaces(t, tree, "by nobody's plan", all)
 
 	noConditions(t, tree.SendBack(after, &again), nil)
@@ -92,6 +92,28 @@ func TestItemLeaves(t *testing.T) {
 	none := plan(policy.Enforce, nil, feature("chat", nil, nil))
 	noConditions(t, tree.SendBack(none, after), nil)
 	wantPlaces(t, tree, "none", map[string]int{"goes too": stays.Process.Pid, "goes too, of it": ofStays, "goes too, orphan": orphan})
+}
+
+// While something could not go back there may have been several plans, each of which moved some.
+func TestItemOfALaterPlanLeaves(t *testing.T) {
+	tree := testTree(t)
+	mkdir(t, tree, "/apps")
+	m := mark(t)
+	chat := func(names ...string) *policy.Plan {
+		f := feature("chat", nil, nil)
+		for _, name := range names {
+			f.Match = append(f.Match, policy.Match{Cmdline: m + "-" + name + "$"})
+		}
+		return plan(policy.Enforce, nil, f)
+	}
+	a, b, c := chat("first"), chat("first", "second"), chat("third")
+	first, ofFirst := family(t, tree, "/apps", m+"-first")
+	second, ofSecond := family(t, tree, "/apps", m+"-second")
+	must(t, placing(t, tree, a).Pass())
+	must(t, placing(t, tree, b).Pass())
+	wantPlaces(t, tree, "both", map[string]int{"stays": first.Process.Pid, "stays, of it": ofFirst, "stays, second": second.Process.Pid, "stays, of the second": ofSecond})
+	noConditions(t, tree.SendBack(c, a, b), nil)
+	wantPlaces(t, tree, "neither", map[string]int{"goes": first.Process.Pid, "goes, of it": ofFirst, "goes, second": second.Process.Pid, "goes, of the second": ofSecond})
 }
 
 // One that matches the item of another compartment now takes along what comes of it, and an item that says where matches by

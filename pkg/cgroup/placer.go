@@ -140,7 +140,7 @@ func (p *Placer) Follow(before *Placer) {
 	}
 	// Of a tree that cannot be read it is not known where processes came from: then they may match.
 	all, _ := p.tree.Walk()
-	b := newBelonging(p.tree, p.plan, before.plan, all)
+	b := newBelonging(p.tree, p.plan, []*policy.Plan{before.plan}, all)
 	for pid, f := range before.followed {
 		was := before.plan.Compartments[f.compartment]
 		for i, c := range p.plan.Compartments {

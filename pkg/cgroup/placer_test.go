@@ -142,7 +142,7 @@ func TestDescendants(t *testing.T) {
 		t.Errorf("%+v", c)
 	}
 	// They go back to where each came from.
-	if conds := tree.SendBack(plan(policy.Observe, nil), nil); conds != nil {
+	if conds := tree.SendBack(plan(policy.Observe, nil)); conds != nil {
 		t.Errorf("%+v", conds)
 	}
 	apps, _ := tree.pids("/apps")

@@ -193,7 +193,7 @@ func (t *Tree) Remove() ([]Left, []Condition, error) {
 	if err != nil {
 		return nil, conds, err
 	}
-	conds = append(conds, t.SendBack(&policy.Plan{Mode: policy.Observe}, nil)...)
+	conds = append(conds, t.SendBack(&policy.Plan{Mode: policy.Observe})...)
 	left, err := t.prune(nil, nil)
 	if err != nil {
 		return left, conds, err

@@ -451,7 +451,8 @@ func (n *node) measure(name string, number, parsers int, handler, parser starter
 		}
 		defer file.Close()
 		files = append(files, file.Name())
-		p := parser(roleParser, n.self())
+		role, command := parserCommand(n.self())
+		p := parser(role, command...)
 		p.Stdout = file
 		defer n.start(p)()
 	}

@@ -53,6 +53,21 @@ const (
 // handlerCommand is the handler: busybox is in every guest.
 func handlerCommand() []string { return []string{"busybox", "awk", handler} }
 
+// plainVar, if it is set, has parsers of one thread and without timers, as a worker in Python is. A Go program's runtime has a
+// thread that a timer wakes up a hundred times a second and more while there is work.
+const plainVar = "BULKHEAD_CPU_PLAIN"
+
+// plainParser works for about a millisecond, in virtual time, for each byte that it writes.
+const plainParser = `BEGIN { for (;;) { for (i = 0; i < 235; i++) x += i * i; printf "."; fflush() } }`
+
+// parserCommand is a parser and its role.
+func parserCommand(self string) (role string, command []string) {
+	if os.Getenv(plainVar) != "" {
+		return noRole, []string{"busybox", "awk", plainParser}
+	}
+	return roleParser, []string{self}
+}
+
 func TestMain(m *testing.M) { os.Exit(runTests(m)) }
 
 func runTests(m *testing.M) int {
