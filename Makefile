@@ -22,8 +22,11 @@ VIRTUAL_PACKAGES := ./test/cpu
 # These run on installed Debians with systemd, started twice. One processor each: with two,
 # what the emulator makes of code that the kernel patches has crashed it (text_poke).
 SYSTEM_PACKAGES  := ./test/systemd
-# Left to vm-all, as make test has to end: programs of systemd's own beside ours, of which pkg/conn tests the kernel's part.
-SYSTEM_SKIP      ?= TestSystemdsPrograms
+# In make test, which has to end, the two share most tests out, and programs of systemd's own beside ours, of which pkg/conn
+# tests the kernel's part, are left to vm-all. That runs all on both.
+SYSTEM_SHARES    := -skip TestSystemdsPrograms \
+	-only '12:^(TestContainers|TestAdoptedUnitRestarts|TestExec|TestDetachInhabited)$$' \
+	-only '13:^(TestUnits|TestUnitBurst|TestForeignChange|TestDisabledControllers|TestLooseProcesses)$$'
 # make test runs everything on the newest kernel, and on the others what they decide most;
 # vm-all runs everything on all, for an hour, before a release.
 VM_HEART         := ^(TestAdmission|TestSlotLife|TestReconcile|TestAdopt|TestNeighbours|TestWithoutErrno|TestUDPHooks)$$
@@ -124,11 +127,11 @@ vm-all: go-version build ## everything of ring 3 on all kernels, an hour: before
 	go run ./test/vm -jobs 2 -skip '$(VM_SKIP)' -timeout 40m $(VM_PACKAGES)
 	go run ./test/vm -skip '$(VM_SKIP)' $(VM_FLAGS) -file bin/bulkhead:/bin/bulkhead $(VM_ALONE)
 	go run ./test/vm $(VIRTUAL_FLAGS) -virtual -file bin/bulkhead:/bin/bulkhead $(VIRTUAL_PACKAGES)
-	$(MAKE) systems SYSTEM_SKIP=
+	$(MAKE) systems SYSTEM_SHARES=
 
 systems: go-version root build ## those on hosts with systemd alone, Debian 12 and 13
 	go build -o bin/vm ./test/vm
-	$(AS_ROOT) env PATH="$$PATH" bin/vm -system all -boots 2 -smp 1 -jobs 2 -timeout 10m $(if $(SYSTEM_SKIP),-skip $(SYSTEM_SKIP)) $(SYSTEM_FLAGS) -file bin/bulkhead:/bin/bulkhead $(SYSTEM_PACKAGES)
+	$(AS_ROOT) env PATH="$$PATH" bin/vm -system all -boots 2 -smp 1 $(SYSTEM_SHARES) $(SYSTEM_FLAGS) -file bin/bulkhead:/bin/bulkhead $(SYSTEM_PACKAGES)
 
 vm-kernels-refresh: go-version ## fetch the virtual machines' kernels again
 	go run ./test/vm -refresh

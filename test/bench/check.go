@@ -206,7 +206,7 @@ func cpuVerdicts(rows []cpuRow) (all []verdict) {
 		alone, fifo := row[run.named(caseAlone)], row[run.named(caseFIFO)]
 		for _, name := range []string{caseBatch, caseBackground} {
 			r, ok := row[run.named(name)]
-			what := fmt.Sprintf("cpu: %s, %d CPUs, %d parsers: %s: ", run.Kernel, run.CPUs, run.Parsers, name)
+			what := fmt.Sprintf("cpu: %s, %d CPUs, %s parsers: %s: ", run.Kernel, run.CPUs, run.beside(), name)
 			limits := []cpuLimit{
 				{"p95, as a multiple of alone", r.P95, alone.P95, mostP95OfAlone},
 				{"p99, as a multiple of SCHED_FIFO's", r.P99, fifo.P99, mostP99OfFIFO},

@@ -21,6 +21,7 @@ type cpuRow struct {
 	Kernel     string  `json:"kernel"`
 	CPUs       int     `json:"cpus"`
 	Parsers    int     `json:"parsers"`
+	Plain      bool    `json:"plain"` // parsers of one thread, without timers
 	Case       string  `json:"case"`
 	Requests   int     `json:"requests"`
 	P50        float64 `json:"p50_ms"`
@@ -33,8 +34,18 @@ type cpuRow struct {
 	Idle float64 `json:"idle_share"`
 }
 
+// beside is how many parsers there are, and what they are.
+func (r cpuRow) beside() string {
+	if r.Plain {
+		return fmt.Sprint(r.Parsers, " plain")
+	}
+	return fmt.Sprint(r.Parsers)
+}
+
 // run is what is the same of all rows that are compared.
-func (r cpuRow) run() cpuRow { return cpuRow{Kernel: r.Kernel, CPUs: r.CPUs, Parsers: r.Parsers} }
+func (r cpuRow) run() cpuRow {
+	return cpuRow{Kernel: r.Kernel, CPUs: r.CPUs, Parsers: r.Parsers, Plain: r.Plain}
+}
 
 // named is the row of a case in the same run.
 func (r cpuRow) named(name string) cpuRow {
@@ -61,9 +72,13 @@ func cpuSection(ctx context.Context, o options) ([]cpuRow, error) {
 	if !o.ordinary {
 		machine = append(machine, "-virtual")
 	}
+	plain := ""
+	if o.plain {
+		plain = "1"
+	}
 	cmd := exec.CommandContext(ctx, o.rig, append(machine, "-kernel", o.kernels, "-jobs", fmt.Sprint(o.jobs), "-timeout", "90m",
 		"-file", o.binary+":/bin/bulkhead", "-file", o.cpuTest+":/bin/cpu.test",
-		"--", "/bin/busybox", "env", "BULKHEAD_CPU_CASES="+o.cases, "BULKHEAD_CPU_ROUNDS="+fmt.Sprint(o.cpuRounds),
+		"--", "/bin/busybox", "env", "BULKHEAD_CPU_CASES="+o.cases, "BULKHEAD_CPU_ROUNDS="+fmt.Sprint(o.cpuRounds), "BULKHEAD_CPU_PLAIN="+plain,
 		"/bin/cpu.test", "-test.run", "^$", "-test.bench", "/^("+strings.ReplaceAll(o.parsers, ",", "|")+")$", "-test.benchtime", "1x", "-test.timeout", "90m")...)
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGINT) }
 	cmd.WaitDelay = 10 * time.Second

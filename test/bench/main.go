@@ -47,6 +47,7 @@ type options struct {
 	cpuRounds    int
 	cpus         int
 	ordinary     bool
+	plain        bool
 	jobs         int
 }
 
@@ -77,6 +78,7 @@ func parseOptions(args []string) (options, error) {
 	f.BoolVar(&o.ordinary, "ordinary", false, "cpu: in ordinary time in place of virtual time; only on an idle machine with a processor for each of -cpus")
 	f.IntVar(&o.cpus, "cpus", 1, "cpu: CPUs of the virtual machine; several in virtual time take QEMU 10")
 	f.StringVar(&o.parsers, "parsers", "8,64", "cpu: numbers of parsers, of 8 and 64")
+	f.BoolVar(&o.plain, "plain-parsers", false, "cpu: parsers of one thread and without timers, in place of Go programs")
 	f.IntVar(&o.cpuRounds, "cpu-rounds", 1, "cpu: turns of every case, whose requests are put together")
 	f.StringVar(&o.cases, "cases", ".", "cpu: only the cases whose names this expression matches")
 	f.IntVar(&o.jobs, "jobs", 2, "cpu: kernels to run at the same time")

@@ -140,7 +140,7 @@ func (r *report) cpuTable(w io.Writer) {
 		if of := fifo[c.run()]; of > 0 {
 			times = fmt.Sprintf("%.2f", c.P99/of)
 		}
-		fmt.Fprintf(w, "%s\t%d\t%d\t%s\t%d\t%.2f\t%.2f\t%.2f\t%.2f\t%s\t%.0f\t%.3f\t\n",
-			c.Kernel, c.CPUs, c.Parsers, c.Case, c.Requests, c.P50, c.P95, c.P99, c.TimesAlone, times, c.Documents, c.Idle)
+		fmt.Fprintf(w, "%s\t%d\t%s\t%s\t%d\t%.2f\t%.2f\t%.2f\t%.2f\t%s\t%.0f\t%.3f\t\n",
+			c.Kernel, c.CPUs, c.beside(), c.Case, c.Requests, c.P50, c.P95, c.P99, c.TimesAlone, times, c.Documents, c.Idle)
 	}
 }

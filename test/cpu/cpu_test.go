@@ -45,11 +45,15 @@ const (
 	// the scheduler (0.7 ms) behind class batch, whatever the weights; not behind background,
 	// whose cgroups are idle.
 	isolated, unlucky = 1.2, 1.5
+	// undisturbed is that of 95 of a hundred beside parsers that take the CPU only when it is theirs.
+	undisturbed = 1.05
 	// conserved is the part of the machine that parsers get, at least, while the handler has
 	// nothing to do.
 	conserved = 0.95
 	// casesVar is an expression: of the benchmark only the cases that it matches are done.
 	casesVar = "BULKHEAD_CPU_CASES"
+	// plainVar, if it is set, has the benchmark's parsers be plain ones: see plainParser.
+	plainVar = "BULKHEAD_CPU_PLAIN"
 	// roundsVar is how often the benchmark does all cases by turns, 1 if it is not set.
 	roundsVar = "BULKHEAD_CPU_ROUNDS"
 )
@@ -72,11 +76,12 @@ const classes = `
 // with what it leaves.
 func TestHandlerBesideParsers(t *testing.T) { besideParsers(t, few) }
 
-// So it does beside many.
+// So it does beside many, if they have no timers.
 func TestHandlerBesideManyParsers(t *testing.T) { besideParsers(t, many) }
 
 func besideParsers(t *testing.T, parsers int) {
 	n := newNode(t)
+	n.plain = parsers == many
 	together := n.in(n.Mkdir("together"))
 	alone := n.measure("alone", samples, 0, together, together)
 	one := n.measure("one cgroup", samplesStarved, few, together, together)
@@ -99,8 +104,12 @@ func besideParsers(t *testing.T, parsers int) {
 		if x := float64(r.at(90)) / float64(alone.at(90)); x > isolated {
 			t.Errorf("%s: p90 is %.2f times that alone, want at most %.1f", name, x, isolated)
 		}
-		if x := r.times(alone); x > unlucky {
-			t.Errorf("%s: p95 is %.2f times that alone, want at most %.1f", name, x, unlucky)
+		most := unlucky
+		if n.plain {
+			most = undisturbed
+		}
+		if x := r.times(alone); x > most {
+			t.Errorf("%s: p95 is %.2f times that alone, want at most %.2f", name, x, most)
 		}
 		for i, d := range r.documents {
 			if d == 0 {
@@ -216,8 +225,9 @@ func BenchmarkHandlerBesideParsers(b *testing.B) {
 		b.Run(fmt.Sprint(parsers), func(b *testing.B) {
 			for b.Loop() {
 				n := newNode(b)
+				n.plain = os.Getenv(plainVar) != ""
 				in := n.in(n.Mkdir("alone"))
-				alone := result{name: "alone", parsers: parsers} // that are beside it in the other cases of this run
+				alone := result{name: "alone", parsers: parsers, plain: n.plain} // that are beside it in the other cases of this run
 				trials := slices.DeleteFunc(n.trials(), func(c trial) bool {
 					return !regexp.MustCompile(os.Getenv(casesVar)).MatchString(c.name)
 				})
@@ -233,7 +243,7 @@ func BenchmarkHandlerBesideParsers(b *testing.B) {
 						if number == samplesStarved {
 							number = number * few / parsers * 2
 						}
-						all[i].name, all[i].parsers = c.name, parsers
+						all[i].name, all[i].parsers, all[i].plain = c.name, parsers, n.plain
 						all[i] = all[i].and(n.measure(c.name, min(number, c.number), parsers, c.handler, c.parser))
 						if len(all[i].latencies) == rounds*min(number, c.number) {
 							all[i].print(b, alone)
@@ -337,6 +347,7 @@ type node struct {
 	written string
 	// features are in force.
 	features string
+	plain    bool // the parsers: see plainParser
 }
 
 // starter gives a command that becomes another in a role, somewhere.
@@ -451,7 +462,7 @@ func (n *node) measure(name string, number, parsers int, handler, parser starter
 		}
 		defer file.Close()
 		files = append(files, file.Name())
-		role, command := parserCommand(n.self())
+		role, command := n.parserCommand()
 		p := parser(role, command...)
 		p.Stdout = file
 		defer n.start(p)()
@@ -552,6 +563,7 @@ func (n *node) documents(files []string) []int64 {
 type result struct {
 	name      string
 	parsers   int
+	plain     bool
 	latencies []time.Duration // sorted
 	took      time.Duration
 	documents []int64 // that each parser has done meanwhile
@@ -597,7 +609,7 @@ func (r result) print(t testing.TB, alone result) {
 	t.Helper()
 	ms := func(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
 	line, err := json.Marshal(map[string]any{
-		"kernel": release(t), "cpus": runtime.NumCPU(), "parsers": r.parsers, "case": r.name, "requests": len(r.latencies),
+		"kernel": release(t), "cpus": runtime.NumCPU(), "parsers": r.parsers, "plain": r.plain, "case": r.name, "requests": len(r.latencies),
 		"p50_ms": ms(r.at(50)), "p95_ms": ms(r.at(95)), "p99_ms": ms(r.at(99)),
 		"p95_times_alone": r.times(alone), "documents_per_second": r.rate(), "idle_share": r.idle,
 	})

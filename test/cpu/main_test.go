@@ -53,19 +53,17 @@ const (
 // handlerCommand is the handler: busybox is in every guest.
 func handlerCommand() []string { return []string{"busybox", "awk", handler} }
 
-// plainVar, if it is set, has parsers of one thread and without timers, as a worker in Python is. A Go program's runtime has a
-// thread that a timer wakes up a hundred times a second and more while there is work.
-const plainVar = "BULKHEAD_CPU_PLAIN"
-
-// plainParser works for about a millisecond, in virtual time, for each byte that it writes.
+// plainParser is a parser of one thread and without timers: a script, as a worker in Python is one. It works for about a
+// millisecond of virtual time for each byte that it writes. A Go program's runtime has a thread beside that timers wake up
+// while there is work, and interrupts take their time from whoever runs.
 const plainParser = `BEGIN { for (;;) { for (i = 0; i < 235; i++) x += i * i; printf "."; fflush() } }`
 
 // parserCommand is a parser and its role.
-func parserCommand(self string) (role string, command []string) {
-	if os.Getenv(plainVar) != "" {
+func (n *node) parserCommand() (role string, command []string) {
+	if n.plain {
 		return noRole, []string{"busybox", "awk", plainParser}
 	}
-	return roleParser, []string{self}
+	return roleParser, []string{n.self()}
 }
 
 func TestMain(m *testing.M) { os.Exit(runTests(m)) }

@@ -60,6 +60,9 @@ func TestMain(m *testing.M) {
 	name, value := "test.skip", "^TestAfterReboot$"
 	switch os.Getenv("BULKHEAD_BOOT") {
 	case "1":
+		if skip := flag.Lookup(name).Value.String(); skip != "" { // beside those that are not asked for
+			value = skip + "|" + value
+		}
 	case "2":
 		name = "test.run"
 	default:

@@ -2,11 +2,13 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"flag"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"os/exec"
 	"os/signal"
@@ -47,6 +49,8 @@ type target struct {
 	system string
 }
 
+func (t target) name() string { return cmp.Or(t.system, t.release.name) }
+
 // options are the command line.
 type options struct {
 	targets  []target
@@ -54,6 +58,7 @@ type options struct {
 	files    []guestFile
 	run      string
 	skip     string
+	only     map[string][]string // by a target's name, expressions of tests that no other target runs
 	jobs     int
 	refresh  bool
 	packages []string
@@ -77,6 +82,17 @@ func parseOptions(args []string) (options, error) {
 	f.DurationVar(&o.machine.timeout, "timeout", 5*time.Minute, "host time for each kernel")
 	f.StringVar(&o.run, "run", "", "run only tests that match this expression")
 	f.StringVar(&o.skip, "skip", "", "leave out tests that match this expression")
+	f.Func("only", "NAME:EXPRESSION, tests that only the kernel or system of that name runs; may be repeated", func(s string) error {
+		name, tests, ok := strings.Cut(s, ":")
+		if !ok || name == "" || tests == "" {
+			return errors.New("must be NAME:EXPRESSION")
+		}
+		if o.only == nil {
+			o.only = map[string][]string{}
+		}
+		o.only[name] = append(o.only[name], tests)
+		return nil
+	})
 	f.IntVar(&o.jobs, "jobs", 1, "kernels to run at the same time; each emulated CPU wants one of the host's")
 	f.BoolVar(&o.refresh, "refresh", false, "fetch the kernels again, for newer ones")
 	f.Func("file", "HOST:GUEST, a file or directory to put into the guest; may be repeated", func(s string) error {
@@ -106,6 +122,11 @@ func parseOptions(args []string) (options, error) {
 	var err error
 	if o.targets, err = targets(names, systems); err != nil {
 		return o, err
+	}
+	for name := range o.only {
+		if !slices.ContainsFunc(o.targets, func(t target) bool { return t.name() == name }) {
+			return o, fmt.Errorf("%w: -only %s: that is not among what is booted", errUsage, name)
+		}
 	}
 	if o.machine.boots < 1 || o.machine.boots > 1 && systems == "" {
 		return o, fmt.Errorf("%w: -boots wants a number from 1, and -system", errUsage)
@@ -202,7 +223,7 @@ func rig(ctx context.Context, args []string, out io.Writer) error {
 			defer func() { <-slots }()
 			runtime.LockOSThread() // see main
 			defer runtime.UnlockOSThread()
-			kernels[i] = runKernel(ctx, k, m, append(slices.Clone(binaries), o.files...), commands, shared)
+			kernels[i] = runKernel(ctx, k, m, append(slices.Clone(binaries), o.files...), o.commandsOf(t, commands), shared)
 		})
 	}
 	wg.Wait()
@@ -214,6 +235,26 @@ func rig(ctx context.Context, args []string, out io.Writer) error {
 		errs = append(errs, k.err)
 	}
 	return errors.Join(errs...)
+}
+
+// commandsOf are the commands for one target: tests that only others run are skipped.
+func (o options) commandsOf(t target, commands []command) []command {
+	var skip []string
+	if o.skip != "" {
+		skip = append(skip, o.skip)
+	}
+	for _, name := range slices.Sorted(maps.Keys(o.only)) {
+		if name != t.name() {
+			skip = append(skip, o.only[name]...)
+		}
+	}
+	out := slices.Clone(commands)
+	for i, c := range out {
+		if c.test != "" {
+			out[i].args = append(slices.Clone(c.args), "-test.skip", strings.Join(skip, "|"))
+		}
+	}
+	return out
 }
 
 // outcome is what became of one kernel.
@@ -285,7 +326,7 @@ func buildTests(ctx context.Context, dir string, o options) ([]command, []guestF
 		if _, err := goTool(ctx, "test", "-c", "-tags", "vm", "-ldflags", "-s -w", "-o", host, p); err != nil {
 			return nil, nil, err
 		}
-		args := []string{guest, "-test.v=test2json", "-test.run", o.run, "-test.skip", o.skip,
+		args := []string{guest, "-test.v=test2json", "-test.run", o.run,
 			// Before ours, so that the stacks are shown.
 			"-test.timeout", (o.machine.timeout * 9 / 10).String()}
 		commands = append(commands, command{args: args, test: p})

@@ -22,6 +22,26 @@ func TestFairTurns(t *testing.T) {
 	}
 }
 
+// TestOnly: what one target alone is to run, all others skip.
+func TestOnly(t *testing.T) {
+	o, err := parseOptions([]string{"-system", "all", "-skip", "^TestA$", "-only", "12:^TestB$", "-only", "13:^TestC$", "./x"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	commands := []command{{args: []string{"/bin/x.test"}, test: "x"}, {args: []string{"true"}}}
+	for i, want := range []string{"/bin/x.test -test.skip ^TestA$|^TestC$", "/bin/x.test -test.skip ^TestA$|^TestB$"} {
+		got := o.commandsOf(o.targets[i], commands)
+		if strings.Join(got[0].args, " ") != want || strings.Join(got[1].args, " ") != "true" {
+			t.Errorf("%s runs %q", o.targets[i].name(), got)
+		}
+	}
+	for _, wrong := range []string{"12", ":x", "6.1:x"} {
+		if _, err := parseOptions([]string{"-system", "all", "-only", wrong, "./x"}); !errors.Is(err, errUsage) {
+			t.Errorf("-only %s: %v", wrong, err)
+		}
+	}
+}
+
 // TestVerdict: only a complete and good report passes.
 func TestVerdict(t *testing.T) {
 	test := command{args: []string{"/bin/x.test"}, test: "x"}
