@@ -14,10 +14,14 @@ stty -F /dev/ttyS1 raw -echo
 stty -F /dev/ttyS2 raw -echo
 must mount -t proc proc /proc
 must mount -t sysfs sys /sys
+must ip link set lo up
 if [ ! -d /stage ]; then
-	# With the first quota of all the kernel patches its scheduler, and with the end of the last. What an emulator with
-	# several CPUs makes of that ended guests in the middle of a test (int3 in dequeue_task_fair): so it is done
-	# once, before our first word. A quota that ends with its cgroup leaves the kernel as it is then.
+	# What the kernel patches in its code, an emulator with several CPUs may end by (int3 in run.go): what it would in the
+	# middle of the tests, it does now, before our first word. With the first connections it turns off what draws their
+	# secrets, and with the first quota of all, and the end of the last, it changes its scheduler. A quota that ends
+	# with its cgroup leaves the kernel as it is then.
+	nc -w 1 127.0.0.1 9 </dev/null
+	nc -w 1 ::1 9 </dev/null
 	must mount -t cgroup2 cgroup /sys/fs/cgroup
 	must sh -c 'echo +cpu >/sys/fs/cgroup/cgroup.subtree_control'
 	must mkdir /sys/fs/cgroup/first
@@ -27,7 +31,6 @@ if [ ! -d /stage ]; then
 fi
 report "kernel $(uname -r)"
 must mount -t tmpfs run /run
-must ip link set lo up
 for module in /modules/*; do must insmod "$module"; done
 
 if [ -d /stage ]; then

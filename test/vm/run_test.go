@@ -106,4 +106,13 @@ func TestEarly(t *testing.T) {
 	if r.early() {
 		t.Error("a panic after the guest's first word is taken for one of the boot")
 	}
+	if r.patched {
+		t.Error("any panic is taken for the emulator's")
+	}
+	for _, line := range []string{"[   12.038761] Oops: int3: 0000 [#1] PREEMPT SMP NOPTI", "[    3.1] int3: 0000 [#1] PREEMPT SMP PTI"} {
+		r = newRun("n", nil, io.Discard)
+		if r.console(line); !r.patched {
+			t.Errorf("%q is not taken for the emulator's", line)
+		}
+	}
 }
