@@ -30,6 +30,9 @@ SYSTEM_SHARES    := -skip TestSystemdsPrograms \
 # make test runs everything on the newest kernel, and on the others what they decide most;
 # vm-all runs everything on all, for an hour, before a release.
 VM_HEART         := ^(TestAdmission|TestSlotLife|TestReconcile|TestAdopt|TestNeighbours|TestWithoutErrno|TestUDPHooks)$$
+# Of test/e2e those that want controllers of cgroup v2, which the machine at hand may not have: the others are in ring 2, and
+# all on all kernels in vm-all.
+VM_CONTROLLERS   := ^(TestCPU|TestContainer.*|TestMemoryBelowUse|TestObserveCPU|TestOwnCPUs|TestScheduling|TestValuesPutBack)$$
 # What takes long in an emulated machine and is decided by our code or by tools and not by
 # the kernel, is left to ring 2: names, plans, sizes, pins, files. The kernel's part of each
 # is in what is not left out.
@@ -118,7 +121,7 @@ vm: go-version root build ## ring 3: tests on other kernels and on hosts with sy
 	go test -tags vm ./test/vm
 	go run ./test/vm -kernel newest -skip '$(VM_SKIP)' $(VM_FLAGS) $(VM_PACKAGES)
 	go run ./test/vm -kernel 6.1,6.12 -jobs 2 -run '$(VM_HEART)' -skip '$(VM_SKIP)' $(VM_FLAGS) ./pkg/conn
-	go run ./test/vm -kernel newest -skip '$(VM_SKIP)' $(VM_FLAGS) -file bin/bulkhead:/bin/bulkhead $(VM_ALONE)
+	go run ./test/vm -kernel newest -run '$(VM_CONTROLLERS)' $(VM_FLAGS) -file bin/bulkhead:/bin/bulkhead $(VM_ALONE)
 	@# Beside many parsers it takes five minutes for each kernel: vm-all.
 	go run ./test/vm $(VIRTUAL_FLAGS) -skip Many -virtual -file bin/bulkhead:/bin/bulkhead $(VIRTUAL_PACKAGES)
 	$(MAKE) systems
