@@ -27,7 +27,7 @@ SYSTEM_PACKAGES  := ./test/systemd
 SYSTEM_SHARES    := -skip TestSystemdsPrograms \
 	-only '12:^(TestContainers|TestAdoptedUnitRestarts|TestExec|TestDetachInhabited)$$' \
 	-only '13:^(TestUnits|TestUnitBurst|TestForeignChange|TestDisabledControllers|TestLooseProcesses)$$'
-# make test runs everything on the newest kernel, and on the others what they decide most;
+# make test runs all on the newest kernel but the model, which is in ring 2, and on the others what they decide most;
 # vm-all runs everything on all, for an hour, before a release.
 VM_HEART         := ^(TestAdmission|TestSlotLife|TestReconcile|TestAdopt|TestNeighbours|TestWithoutErrno|TestUDPHooks)$$
 # Of test/e2e those that want controllers of cgroup v2, which the machine at hand may not have: the others are in ring 2, and
@@ -119,7 +119,7 @@ kernel: go-version root build ## ring 2: tests with this kernel, as root
 
 vm: go-version root build ## ring 3: tests on other kernels and on hosts with systemd, in virtual machines
 	go test -tags vm ./test/vm
-	go run ./test/vm -kernel newest -skip '$(VM_SKIP)' $(VM_FLAGS) $(VM_PACKAGES)
+	go run ./test/vm -kernel newest -skip '$(VM_SKIP)' $(VM_FLAGS) $(filter-out ./test/model,$(VM_PACKAGES))
 	go run ./test/vm -kernel 6.1,6.12 -jobs 2 -run '$(VM_HEART)' -skip '$(VM_SKIP)' $(VM_FLAGS) ./pkg/conn
 	go run ./test/vm -kernel newest -run '$(VM_CONTROLLERS)' $(VM_FLAGS) -file bin/bulkhead:/bin/bulkhead $(VM_ALONE)
 	@# Beside many parsers it takes five minutes for each kernel: vm-all.
