@@ -25,8 +25,8 @@ SYSTEM_PACKAGES  := ./test/systemd
 # In make test, which has to end, the two share most tests out, and programs of systemd's own beside ours, of which pkg/conn
 # tests the kernel's part, are left to vm-all. That runs all on both.
 SYSTEM_SHARES    := -skip TestSystemdsPrograms \
-	-only '12:^(TestContainers|TestAdoptedUnitRestarts|TestExec|TestDetachInhabited)$$' \
-	-only '13:^(TestUnits|TestUnitBurst|TestForeignChange|TestDisabledControllers|TestLooseProcesses)$$'
+	-only '12:^(TestContainers|TestAdoptedUnitRestarts|TestValues|TestDetachInhabited)$$' \
+	-only '13:^(TestUnits|TestUnitBurst|TestForeignChange|TestDisabledControllers|TestLooseProcesses|TestExec)$$'
 # make test runs all on the newest kernel but the model, which is in ring 2, and on the others what they decide most;
 # vm-all runs everything on all, for an hour, before a release.
 VM_HEART         := ^(TestAdmission|TestSlotLife|TestReconcile|TestAdopt|TestNeighbours|TestWithoutErrno|TestUDPHooks)$$
