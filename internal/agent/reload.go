@@ -200,7 +200,7 @@ func (a *agent) commit(ctx context.Context, plan *policy.Plan) (err error) {
 	a.setup, a.setupAt = conds, time.Now().Add(setupEvery)
 	a.settle(p)
 	a.sendBack()
-	a.complain("place processes", a.procs.follow(plan, a.runtimes.found))
+	a.complain("place processes", a.procs.follow(plan, p.found))
 	a.prune(nil)
 	a.adopt(ctx)
 	return nil
@@ -419,7 +419,7 @@ func (a *agent) look() []cgroup.Cgroup {
 		}
 		p = place(a.plan, all, a.runtimes.find(a.plan, all))
 	}
-	a.procs.contain(a.runtimes.found)
+	a.procs.contain(p.found)
 	if !slices.Equal(p.members, a.placement.members) {
 		err := a.kernel.SetMembers(p.members)
 		a.complain("tell the kernel of cgroups", err)

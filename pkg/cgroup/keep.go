@@ -162,7 +162,7 @@ func (k *Keeper) SetValues(plan *policy.Plan, adopted []Adopted) ([]Correction, 
 		}
 		if len(g.values) > 0 || len(g.conds) > 0 {
 			k.kept[c.Path] = g
-		} else if f == asked[c.Path] { // else the rest waits
+		} else {
 			k.settled[c.Path] = settled{c.ID, f}
 		}
 		if !isSlice(c.Path) && len(g.values) > 0 {

@@ -30,6 +30,39 @@ func wantPut(t *testing.T, when string, got []Correction, want ...Correction) {
 
 // A value that somebody else changes is put back and told, in a slice of ours and in an adopted cgroup, and in
 // no cgroup twice within ten seconds.
+// A cgroup in which there was nothing to do is looked at when there is: it is adopted, or has come to have controllers.
+func TestKeeperSettled(t *testing.T) {
+	above := cpuTree(t)
+	mkdir(t, above, "/root/unit")
+	tree, err := Find(above.path("/root"))
+	must(t, err)
+	p := plan(policy.Enforce, nil, feature("chat", &policy.CPU{Weight: 900}, nil, policy.Match{Cgroup: "/unit"}))
+	k := NewKeeper(tree)
+	set := func(adopted []Adopted) {
+		t.Helper()
+		_, err := tree.EnsureSlices(p)
+		must(t, err)
+		_, err = k.SetValues(p, adopted)
+		must(t, err)
+	}
+	set(nil) // nothing has a controller
+	must(t, above.write("/", "cgroup.subtree_control", "+cpu +memory +pids"))
+	must(t, above.write("/root", "cgroup.subtree_control", "+cpu +memory +pids"))
+	must(t, tree.write("/unit", "cpu.weight", "321"))
+	k.Again()
+	set(nil)
+	wantFiles(t, tree, chat, map[string]string{"cpu.weight": "900"})
+	wantFiles(t, tree, "/unit", map[string]string{"cpu.weight": "321"})
+	all, err := tree.Walk()
+	must(t, err)
+	for range 2 {
+		set(Adopt(p, all, nil))
+		wantFiles(t, tree, "/unit", map[string]string{"cpu.weight": "900"})
+		set(nil)
+		wantFiles(t, tree, "/unit", map[string]string{"cpu.weight": "321"})
+	}
+}
+
 func TestKeeper(t *testing.T) {
 	tree := cpuTree(t)
 	must(t, tree.write("/", "cgroup.subtree_control", "+cpu +memory +pids"))

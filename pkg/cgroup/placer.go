@@ -484,16 +484,14 @@ func (p *Placer) place(pr process, compartment uint32) {
 	p.moved = append(p.moved, Moved{pr.pid, p.plan.Compartments[compartment], c.Path, leaf})
 }
 
-// members are the processes in a cgroup that is looked at again and again, none if it is gone. Those of a threaded
-// one are listed above it: also those of others, if that is not ours.
+// members are the processes in a cgroup that is looked at again and again, none if it is gone. A threaded one lists none:
+// each of its processes is looked at in its own place then.
 func (t *Tree) members(p string) ([]int, error) {
 	s, err := t.again(p, "cgroup.procs")
-	switch {
-	case errors.Is(err, unix.EOPNOTSUPP) && policy.IsOurs(path.Dir(p)):
-		return t.members(path.Dir(p))
-	case gone(err) || errors.Is(err, unix.EOPNOTSUPP):
+	if gone(err) || errors.Is(err, unix.EOPNOTSUPP) {
 		return nil, nil
-	case err != nil:
+	}
+	if err != nil {
 		return nil, err
 	}
 	return parsePIDs(p, s)

@@ -1,6 +1,6 @@
 // Package cpu measures what a compartment's share of the CPU is worth: how long a
-// handler that needs about 2 ms of CPU takes to answer beside 8 and beside 64 processes
-// that parse JSON without pause. The same is done alone, with all in one cgroup, and with
+// handler that needs about 2 ms of CPU takes to answer beside 8 processes that parse JSON
+// without pause, and beside 64 scripts that work so too. The same is done alone, with all in one cgroup, and with
 // handler and parsers started by bulkhead exec in features of a policy that a real
 // agent has brought into force.
 //
@@ -17,6 +17,8 @@
 // parsers, and a handler in SCHED_FIFO, which nothing but the kernel itself can hold up.
 // `make bench` runs it, BENCH_FLAGS='-sections cpu -cases background' a part of it. With
 // $BULKHEAD_CPU_ROUNDS the cases go by turns, and the requests of all turns are put together.
+// Its parsers are Go programs, or with $BULKHEAD_CPU_PLAIN scripts: the timers of a Go program's
+// runtime interrupt whoever runs.
 //
 // # Several CPUs
 //

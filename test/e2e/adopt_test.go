@@ -28,14 +28,7 @@ func TestAdoption(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	n.write(`
-apiVersion: bulkhead/v1
-kind: Policy
-mode: enforce
-providers:
-  deepseek: {cidrs: [@1/32], ports: [8000]}
-features:
-  batch: {class: batch, match: [{cgroup: "/apps/batch-*"}], limits: {connections: 3}}
+	n.write(oneProvider + `  batch: {class: batch, match: [{cgroup: "/apps/batch-*"}], limits: {connections: 3}}
 `)
 	n.start()
 	if got := dials(t, client, n.addr(1), 3, syscall.ECONNREFUSED); len(got) != 3 {

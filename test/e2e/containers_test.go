@@ -17,14 +17,7 @@ import (
 	"bulkhead/internal/kerneltest"
 )
 
-const containing = `
-apiVersion: bulkhead/v1
-kind: Policy
-mode: enforce
-providers:
-  deepseek: {cidrs: [@1/32], ports: [8000]}
-features:
-  chat:  {class: realtime, match: [{container: {name: "chat-*"}}], limits: {connections: 2}}
+const containing = oneProvider + `  chat:  {class: realtime, match: [{container: {name: "chat-*"}}], limits: {connections: 2}}
   batch: {class: batch, match: [{container: {label: "tier=free"}}], limits: {connections: 2}}
 `
 

@@ -31,6 +31,16 @@ import (
 // port is where the providers of all nodes listen, each node on addresses of its own.
 const port = "8000"
 
+// oneProvider begins a policy, whose features follow: deepseek is what the node's first server is.
+const oneProvider = `
+apiVersion: bulkhead/v1
+kind: Policy
+mode: enforce
+providers:
+  deepseek: {cidrs: [@1/32], ports: [8000]}
+features:
+`
+
 // commandLimit is how long one command may take, on a slow emulated machine too.
 const commandLimit = 30 * time.Second
 

@@ -1,10 +1,12 @@
 package e2e
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -44,14 +46,7 @@ func TestProcessesArePlaced(t *testing.T) {
 	n.serve(1)
 	const sleep = `  sleep: {class: batch, match: [{cmdline: "^sleep 1000$", user: root}]}
 `
-	const matching = `
-apiVersion: bulkhead/v1
-kind: Policy
-mode: enforce
-providers:
-  deepseek: {cidrs: [@1/32], ports: [8000]}
-features:
-  chat: {class: realtime, match: [{exe: "**/*e2e.test", cgroup: /apps}], limits: {connections: 2}}
+	const matching = oneProvider + `  chat: {class: realtime, match: [{exe: "**/*e2e.test", cgroup: /apps}], limits: {connections: 2}}
 `
 	n.write(matching + sleep)
 	apps, other := n.Mkdir("apps"), n.Mkdir("other")
@@ -118,14 +113,7 @@ features:
 func TestProcessInUnitStays(t *testing.T) {
 	n := newNode(t)
 	n.serve(1)
-	const inUnit = `
-apiVersion: bulkhead/v1
-kind: Policy
-mode: enforce
-providers:
-  deepseek: {cidrs: [@1/32], ports: [8000]}
-features:
-  chat: {class: realtime, match: [{exe: "**/*e2e.test"}], limits: {connections: 0}}
+	const inUnit = oneProvider + `  chat: {class: realtime, match: [{exe: "**/*e2e.test"}], limits: {connections: 0}}
 `
 	n.write(inUnit)
 	client := n.place(n.Mkdir("system.slice/chat.service"))
@@ -176,4 +164,53 @@ features:
 		return nil
 	})
 	n.in(again.PID, "/system.slice/chat.service")
+}
+
+// What could not go back at once goes later, and what a plan since has moved goes back by the next.
+func TestGoesBackLater(t *testing.T) {
+	n := newNode(t)
+	n.serve(1)
+	sleeping := func(seconds, at string) int {
+		cmd := exec.Command("sleep", seconds)
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { cmd.Process.Kill(); cmd.Wait() })
+		n.Move(cmd.Process.Pid, n.Mkdir(at))
+		return cmd.Process.Pid
+	}
+	matching := func(seconds string) {
+		n.write(oneProvider + fmt.Sprintf("  chat: {class: realtime, match: [{cmdline: \"^sleep %s$\"}]}\n", seconds))
+	}
+	stays := func() bool {
+		return slices.ContainsFunc(n.status().Conditions, func(c condition) bool { return c.Reason == "Stays" })
+	}
+	const chat = "/bulkhead.slice/bulkhead-chat.slice"
+	first, second := sleeping("1001", "apps/first"), sleeping("1002", "other")
+	matching("1001")
+	n.start()
+	n.in(first, chat)
+	// Beside a threaded cgroup goes no process.
+	threaded := n.Mkdir("apps/threaded")
+	set(t, threaded.Path, "cgroup.type", "threaded")
+	matching("1002")
+	n.must("reload")
+	n.in(second, chat)
+	if n.in(first, chat); !stays() {
+		t.Errorf("it cannot go back, and nobody is told: %+v", n.status().Conditions)
+	}
+	matching("1003")
+	n.must("reload")
+	n.in(second, "/other")
+	n.in(first, chat)
+	if err := os.Remove(threaded.Path); err != nil {
+		t.Fatal(err)
+	}
+	n.in(first, "/apps/first")
+	kerneltest.Poll(t, "the condition ends", func() error {
+		if stays() {
+			return errors.New("it stands")
+		}
+		return nil
+	})
 }

@@ -105,15 +105,13 @@ func boot(ctx context.Context, k kernel, m machine, files []guestFile, commands 
 }
 
 // bootTries is how often a guest is started whose kernel panics before anything of ours
-// runs in it, or at any time by an int3, which is the emulator's fault: see int3. What was written on a disk stays,
-// so one that has a disk is not started again once it has said something. Any other panic is a failure.
+// runs in it, or at any time by an int3, which is the emulator's fault: see int3. Any other panic is a failure.
 const bootTries = 3
 
 func bootSafely(ctx context.Context, k kernel, m machine, dir string, number int, files []guestFile, commands []command, out io.Writer) (*run, error) {
 	for try := 1; ; try++ {
 		r, err := bootOnce(ctx, k, m, dir, number, files, commands, out)
-		emulator := r != nil && (r.early() || r.panic != "" && r.patched && m.disk == "")
-		if err != nil || !emulator || try == bootTries || ctx.Err() != nil {
+		if err != nil || !r.emulators(m) || try == bootTries || ctx.Err() != nil {
 			return r, err
 		}
 		fmt.Fprintf(out, "# the kernel panicked before the guest's first word, or by an int3, as it does only in an emulator: start %d of %d\n", try+1, bootTries)

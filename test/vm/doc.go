@@ -14,8 +14,12 @@
 // a report, and each of its lines starts with a word drawn for this boot. A
 // kernel passes only if the guest reported exit code 0 for every command and
 // then that it was done; everything else is a failure with the kernel's name
-// and the last lines. A test binary that ran no test is a failure too. The
-// exit code is 0 if all kernels passed, 1 if one did not, 2 for wrong use.
+// and what the tests that failed said, or the last lines. A test binary that ran
+// no test is a failure too. The exit code is 0 if all kernels passed, 1 if one
+// did not, 2 for wrong use. A guest that the emulator has ended, as it does where
+// the kernel patches its code, is started again, and the output says so.
+//
+// -only NAME:EXPRESSION leaves tests to one kernel or system: the others skip them.
 //
 // -virtual makes the guest's clock count instructions (one nanosecond each, idle
 // time skipped), so that scheduling latency is the same on a busy and an idle

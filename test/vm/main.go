@@ -274,8 +274,7 @@ func runKernel(ctx context.Context, k kernel, m machine, files []guestFile, comm
 	verdict := "ok"
 	if err := result.err(); err != nil {
 		verdict = "FAILED"
-		oc.err = fmt.Errorf("kernel %s (%s): %w\nits last lines:\n    %s",
-			k.name, k.version, err, strings.Join(result.lines, "\n    "))
+		oc.err = fmt.Errorf("kernel %s (%s): %w\n%s", k.name, k.version, err, result.why())
 	}
 	t := result.tests()
 	oc.summary = append(oc.summary, fmt.Sprintf("%-6s  %-32s %6s: %d passed, %d failed, %d skipped, %.1f s",

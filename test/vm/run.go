@@ -18,7 +18,7 @@ var (
 	errNoTest   = errors.New("no test was run")
 )
 
-// tail is how many of the last lines a failure shows.
+// tail is how many of the last lines a failure shows of a guest, or of each test that failed.
 const tail = 30
 
 // run is what one guest said. Its methods are called by the readers of the
@@ -39,19 +39,27 @@ type run struct {
 	done    bool
 	current int // index of the command that is running
 	results []result
+	test    string              // that what comes is from
+	said    map[string][]string // by the tests that run or failed, the last lines of each
 }
 
 // result is what became of the tests of one command, subtests too.
 type result struct{ passed, failed, skipped []string }
 
 func newRun(nonce string, commands []command, out io.Writer) *run {
-	return &run{nonce: nonce, commands: commands, out: out, codes: map[int]int{}, results: make([]result, len(commands)+1)}
+	return &run{nonce: nonce, commands: commands, out: out, codes: map[int]int{}, results: make([]result, len(commands)+1), said: map[string][]string{}}
 }
 
 // int3 is how an oops begins that is the emulator's: the kernel patches its code by writing int3 over it first, and a CPU that
 // comes by is to be sent on by the trap's handler. With several CPUs what QEMU translated before may trap when that handler
 // knows of it no more. On a machine of silicon there is no such oops, and nothing of ours could make one.
 var int3 = regexp.MustCompile(`\bint3: [0-9a-f]{4} \[#`)
+
+// emulators reports whether the guest was ended by its emulator, so that it is to be started again: before it had said
+// anything, or at any time by an int3. What was written on a disk stays, so one that has a disk goes on from there.
+func (r *run) emulators(m machine) bool {
+	return r.early() || r.panic != "" && r.patched && m.disk == ""
+}
 
 // early reports whether the kernel panicked before the guest had said anything.
 func (r *run) early() bool { return r.panic != "" && r.version == "" }
@@ -71,11 +79,10 @@ func (r *run) after(before *run) *run {
 // show prints and remembers a line. Called with mu held.
 func (r *run) show(line string) {
 	fmt.Fprintln(r.out, line)
-	r.lines = append(r.lines, line)
-	if len(r.lines) > tail {
-		r.lines = r.lines[1:]
-	}
+	r.lines = lastLines(append(r.lines, line))
 }
+
+func lastLines(lines []string) []string { return lines[max(0, len(lines)-tail):] }
 
 // console takes a line of the kernel's console.
 func (r *run) console(line string) {
@@ -95,6 +102,13 @@ func (r *run) output(line string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	before, framework, ok := strings.Cut(line, "\x16")
+	if strings.TrimSpace(before) != "" && r.test != "" {
+		r.said[r.test] = lastLines(append(r.said[r.test], before))
+	}
+	if strings.HasPrefix(framework, "=== ") {
+		_, r.test, _ = strings.Cut(strings.TrimLeft(framework[len("=== "):], " "), " ")
+		r.test = strings.TrimSpace(r.test)
+	}
 	if strings.HasPrefix(framework, "=== NAME") { // only for machines to read
 		framework = ""
 	}
@@ -109,6 +123,7 @@ func (r *run) output(line string) {
 	tests := &r.results[r.current]
 	switch verb {
 	case "--- PASS":
+		delete(r.said, name)
 		tests.passed = append(tests.passed, name)
 	case "--- FAIL":
 		tests.failed = append(tests.failed, name)
@@ -153,6 +168,20 @@ func (r *run) tests() result {
 		sum.skipped = append(sum.skipped, c.skipped...)
 	}
 	return sum
+}
+
+// why is what the tests that failed said, or the guest's last lines if none did.
+func (r *run) why() string {
+	var b strings.Builder
+	for _, name := range r.tests().failed {
+		if said := r.said[name]; len(said) > 0 {
+			fmt.Fprintf(&b, "%s:\n    %s\n", name, strings.Join(said, "\n    "))
+		}
+	}
+	if b.Len() == 0 {
+		return "its last lines:\n    " + strings.Join(r.lines, "\n    ")
+	}
+	return strings.TrimSuffix(b.String(), "\n")
 }
 
 // err is nil only if the guest reported 0 for every command and that it was

@@ -92,6 +92,21 @@ func TestCounts(t *testing.T) {
 	}
 }
 
+// A failure shows what the tests that failed said, and not what came after it.
+func TestWhy(t *testing.T) {
+	r := newRun("w", []command{{test: "x"}}, io.Discard)
+	readLines(strings.NewReader("\x16=== RUN   TestA\n\x16=== RUN   TestA/b\n    a_test.go:3: wrong\n\x16=== NAME  TestA\n    a_test.go:9: of the whole\n"+
+		"\x16--- FAIL: TestA (0.00s)\n    \x16--- FAIL: TestA/b (0.00s)\n\x16=== NAME  \n\x16=== RUN   TestC\n    a_test.go:7: fine\n\x16--- PASS: TestC (0.00s)\n"), r.output)
+	if got, want := r.why(), "TestA:\n        a_test.go:9: of the whole\nTestA/b:\n        a_test.go:3: wrong"; got != want {
+		t.Errorf("got\n%s\nwant\n%s", got, want)
+	}
+	r = newRun("w", []command{{test: "x"}}, io.Discard)
+	r.console("[2.0] Kernel panic - not syncing: x")
+	if got, want := r.why(), "its last lines:\n    # [2.0] Kernel panic - not syncing: x"; got != want {
+		t.Errorf("got %q, want %q", got, want)
+	}
+}
+
 // A panic is of the boot only if the guest has said nothing.
 func TestEarly(t *testing.T) {
 	r := newRun("n", nil, io.Discard)
@@ -106,13 +121,17 @@ func TestEarly(t *testing.T) {
 	if r.early() {
 		t.Error("a panic after the guest's first word is taken for one of the boot")
 	}
-	if r.patched {
+	if r.patched || r.emulators(machine{}) {
 		t.Error("any panic is taken for the emulator's")
 	}
 	for _, line := range []string{"[   12.038761] Oops: int3: 0000 [#1] PREEMPT SMP NOPTI", "[    3.1] int3: 0000 [#1] PREEMPT SMP PTI"} {
 		r = newRun("n", nil, io.Discard)
-		if r.console(line); !r.patched {
-			t.Errorf("%q is not taken for the emulator's", line)
+		r.report("n kernel 6.1")
+		if r.console(line); !r.patched || r.emulators(machine{}) {
+			t.Errorf("%q is not taken for the emulator's, or for the end", line)
+		}
+		if r.console("[2.0] Kernel panic - not syncing: Fatal exception in interrupt"); !r.emulators(machine{}) || r.emulators(machine{disk: "/disk"}) {
+			t.Errorf("what %q ended is not started again, or although it has a disk", line)
 		}
 	}
 }
