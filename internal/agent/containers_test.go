@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"bulkhead/internal/containers"
+	"bulkhead/internal/containers/enginetest"
 	"bulkhead/internal/kerneltest"
 	"bulkhead/pkg/cgroup"
 )
@@ -38,8 +39,8 @@ func TestRuntimesAway(t *testing.T) {
 // Who asks the runtimes begins when they have said which containers there are: what runs already is adopted before
 // the agent is ready.
 func TestRuntimesFollow(t *testing.T) {
-	e := kerneltest.NewEngine(t)
-	e.Put("", "a", kerneltest.Container{Name: "chat", Image: "box", PID: 11})
+	e := enginetest.New(t)
+	e.Put("", "a", enginetest.Container{Name: "chat", Image: "box", PID: 11})
 	plan, err := loaded(t, "apiVersion: bulkhead/v1\nkind: Policy\nmode: enforce\nproviders: {}\nfeatures:\n  chat: {class: realtime, match: [{container: {name: chat}}]}\n")
 	if err != nil {
 		t.Fatal(err)

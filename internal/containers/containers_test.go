@@ -13,13 +13,14 @@ import (
 	"testing"
 	"time"
 
+	"bulkhead/internal/containers/enginetest"
 	"bulkhead/internal/kerneltest"
 	"bulkhead/pkg/cgroup"
 )
 
 // fake is a container.
-func fake(name, image string, labels map[string]string, pid int) kerneltest.Container {
-	return kerneltest.Container{Name: name, Image: image, Labels: labels, PID: pid}
+func fake(name, image string, labels map[string]string, pid int) enginetest.Container {
+	return enginetest.Container{Name: name, Image: image, Labels: labels, PID: pid}
 }
 
 func watch(t *testing.T, sockets ...Socket) *Watcher {
@@ -64,7 +65,7 @@ func announced(t *testing.T, w *Watcher, right func() error) {
 }
 
 func TestEngine(t *testing.T) {
-	e := kerneltest.NewEngine(t)
+	e := enginetest.New(t)
 	e.Put("", "a", fake("chat", "nginx", map[string]string{"tier": "free"}, 11))
 	e.Put("", "b", fake("done", "nginx", nil, 0))
 	w := watch(t, Socket{Docker, e.Path, true})
@@ -72,7 +73,7 @@ func TestEngine(t *testing.T) {
 	if got, want := texts(w.Containers()), "docker a chat nginx 11 map[tier:free]\ndocker b done nginx 0 map[]"; got != want {
 		t.Fatalf("got\n%s\nwant\n%s", got, want)
 	}
-	e.Put("destroy", "b", kerneltest.Container{})
+	e.Put("destroy", "b", enginetest.Container{})
 	become(t, w, "docker a chat nginx 11 map[tier:free]")
 
 	// One that is made is known before anything can be asked of it; what its event cannot say
@@ -145,7 +146,7 @@ func wantTold(t *testing.T, told <-chan string, want ...string) {
 
 // What is known at once from each event of Docker's and of Podman's.
 func TestEngineEvents(t *testing.T) {
-	e := kerneltest.NewEngine(t)
+	e := enginetest.New(t)
 	since, inner := make(chan string, 1), e.Handler
 	e.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if s := r.FormValue("since"); s != "" {
@@ -183,7 +184,7 @@ func TestEngineEvents(t *testing.T) {
 
 // What a runtime has told holds while it is away, and what happened meanwhile is known when it is back.
 func TestAway(t *testing.T) {
-	e := kerneltest.NewEngine(t)
+	e := enginetest.New(t)
 	e.Put("", "a", fake("chat", "nginx", nil, 11))
 	e.Put("", "b", fake("batch", "nginx", nil, 12))
 	w := watch(t, Socket{Docker, e.Path, true})
@@ -197,7 +198,7 @@ func TestAway(t *testing.T) {
 	if got := texts(w.Containers()); got != "docker a chat nginx 11 map[]\ndocker b batch nginx 12 map[]" {
 		t.Errorf("away:\n%s", got)
 	}
-	e.Put("destroy", "b", kerneltest.Container{})
+	e.Put("destroy", "b", enginetest.Container{})
 	e.Start()
 	become(t, w, "docker a chat nginx 11 map[]")
 	announced(t, w, func() error {
@@ -216,7 +217,7 @@ func TestAway(t *testing.T) {
 // A default socket is asked only if its daemon runs: systemd may listen there for one that
 // somebody has stopped, and would start it.
 func TestNotStarted(t *testing.T) {
-	e := kerneltest.NewEngine(t)
+	e := enginetest.New(t)
 	e.Put("", "a", fake("chat", "nginx", nil, 11))
 	w := watch(t, Socket{Docker, e.Path, false}, Socket{Podman, filepath.Join(t.TempDir(), "none.sock"), false})
 	if r := w.Runtimes(); len(r) != 0 || len(w.Containers()) != 0 {
@@ -245,7 +246,7 @@ func TestSilent(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	e := kerneltest.NewEngine(t)
+	e := enginetest.New(t)
 	e.Put("", "a", fake("chat", "nginx", nil, 11))
 	w := Watch([]Socket{{Docker, e.Path, true}, {Podman, path, true}, {Containerd, path, true}}, slog.New(slog.DiscardHandler))
 	become(t, w, "docker a chat nginx 11 map[]")

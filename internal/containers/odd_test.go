@@ -18,7 +18,7 @@ import (
 	"github.com/containerd/containerd/api/types"
 	"google.golang.org/protobuf/types/known/anypb"
 
-	"bulkhead/internal/kerneltest"
+	"bulkhead/internal/containers/enginetest"
 )
 
 // One that listens and never answers is told, and nobody waits for it for long.
@@ -59,7 +59,7 @@ func TestManyOfContainerd(t *testing.T) {
 // A container that was restarted while nobody listened has another process when the runtime is back, and so has one
 // whose event was lost, once its process has ended.
 func TestRestartedMeanwhile(t *testing.T) {
-	e := kerneltest.NewEngine(t)
+	e := enginetest.New(t)
 	there, nobody := os.Getpid(), 1<<30
 	e.Put("", "a", fake("chat", "nginx", nil, there))
 	e.Put("", "b", fake("batch", "nginx", nil, nobody))
@@ -75,7 +75,7 @@ func TestRestartedMeanwhile(t *testing.T) {
 
 // A container made while a list is on its way.
 func TestListOfBefore(t *testing.T) {
-	e := kerneltest.NewEngine(t)
+	e := enginetest.New(t)
 	e.Put("", "a", fake("chat", "nginx", nil, 11))
 	e.Put("", "g", fake("stays", "nginx", nil, os.Getpid()))
 	stays := fmt.Sprintf("\ndocker g stays nginx %d map[]", os.Getpid())
@@ -108,7 +108,7 @@ func TestListOfBefore(t *testing.T) {
 	}
 	e.Put("create", "b", fake("new", "box", nil, 0))
 	become(t, w, "docker a chat nginx 11 map[]\ndocker b new box 0 map[]"+stays)
-	e.Put("destroy", "a", kerneltest.Container{})
+	e.Put("destroy", "a", enginetest.Container{})
 	become(t, w, "docker b new box 0 map[]"+stays)
 	e.Hang("a") // nothing but the event says that it is gone
 	e.Hang("g") // what is known is not forgotten for an answer that may come
@@ -142,7 +142,7 @@ func TestListOfBefore(t *testing.T) {
 
 // A container that is destroyed while an answer about it is on its way stays destroyed.
 func TestAnswerOfBefore(t *testing.T) {
-	e := kerneltest.NewEngine(t)
+	e := enginetest.New(t)
 	hold, asked := make(chan struct{}), make(chan struct{}, 10)
 	inner := e.Handler
 	e.Handler = http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
@@ -165,7 +165,7 @@ func TestAnswerOfBefore(t *testing.T) {
 	<-asked
 	e.Put("rename", "a", fake("shop", "box", nil, 0)) // so that it is asked about again after that
 	become(t, w, "docker a shop box 0 map[]")
-	e.Put("destroy", "a", kerneltest.Container{})
+	e.Put("destroy", "a", enginetest.Container{})
 	become(t, w, "")
 	hold <- struct{}{}
 	<-asked
@@ -192,7 +192,7 @@ func TestNobodyBehind(t *testing.T) {
 
 // The first list of many containers: list reads the map that one() writes, without the lock.
 func TestMany(t *testing.T) {
-	e := kerneltest.NewEngine(t)
+	e := enginetest.New(t)
 	for i := range 400 {
 		e.Put("", fmt.Sprint("c", i), fake(fmt.Sprint("c", i), "box", nil, 100+i))
 	}
@@ -208,7 +208,7 @@ func TestMany(t *testing.T) {
 
 // Podman with events_logger = "none" answers, and refuses to tell of events: what it starts is known by the next list.
 func TestNoEvents(t *testing.T) {
-	e := kerneltest.NewEngine(t)
+	e := enginetest.New(t)
 	e.Put("", "a", fake("chat", "nginx", nil, 11))
 	var refuse atomic.Bool
 	refuse.Store(true)
@@ -270,7 +270,7 @@ func TestNoEvents(t *testing.T) {
 // the one that counts, whoever is asked first; what Docker does not know is containerd's.
 func TestTwoNames(t *testing.T) {
 	id, pod := strings.Repeat("ab", 32), strings.Repeat("cd", 32)
-	e := kerneltest.NewEngine(t)
+	e := enginetest.New(t)
 	e.Put("", id, fake("chat", "nginx", nil, 11))
 	e.Put("", "short", fake("job", "nginx", nil, 12))
 	f := &fakeContainerd{pids: map[string]uint32{}, events: make(chan *types.Envelope, 10), containers: map[string]map[string]*containersapi.Container{
@@ -296,6 +296,6 @@ func TestTwoNames(t *testing.T) {
 	}
 	// What Docker has told holds while it is away; what it has removed is nobody's but containerd's.
 	w := watch(t, docker, containerd)
-	e.Put("destroy", id, kerneltest.Container{})
+	e.Put("destroy", id, enginetest.Container{})
 	become(t, w, "docker short job nginx 12 map[]\ncontainerd dockers/"+id+" "+id+"  0 map[]\n"+of[Containerd])
 }

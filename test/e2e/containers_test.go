@@ -14,6 +14,7 @@ import (
 
 	"github.com/cilium/ebpf"
 
+	"bulkhead/internal/containers/enginetest"
 	"bulkhead/internal/kerneltest"
 )
 
@@ -22,9 +23,9 @@ const containing = oneProvider + `  chat:  {class: realtime, match: [{container:
 `
 
 // newDocker makes a node whose containers a Docker of its own tells of.
-func newDocker(t *testing.T) (*node, *kerneltest.Engine) {
+func newDocker(t *testing.T) (*node, *enginetest.Engine) {
 	t.Helper()
-	n, e := newNode(t), kerneltest.NewEngine(t)
+	n, e := newNode(t), enginetest.New(t)
 	n.also = []string{"--container-runtime", "docker=" + e.Path}
 	n.serve(1)
 	n.write(containing)
@@ -73,7 +74,7 @@ func TestContainers(t *testing.T) {
 	n, e := newDocker(t)
 	running, chat := n.scope("a")
 	client := n.place(running)
-	named := kerneltest.Container{Name: "chat-1", Image: "nginx:1.27", PID: client.PID}
+	named := enginetest.Container{Name: "chat-1", Image: "nginx:1.27", PID: client.PID}
 	e.Put("", containerID("a"), named)
 	n.start()
 	s := n.status()
@@ -114,7 +115,7 @@ func TestContainers(t *testing.T) {
 
 	// Nothing can be asked about one that is about to start: the event of its creation is all there is.
 	release := e.Hang(containerID("b"))
-	made := kerneltest.Container{Name: "job", Image: "box", Labels: map[string]string{"tier": "free"}}
+	made := enginetest.Container{Name: "job", Image: "box", Labels: map[string]string{"tier": "free"}}
 	e.Put("create", containerID("b"), made)
 	kerneltest.Poll(t, "it is told of", func() error {
 		if r := n.status().Agent.Runtimes; len(r) != 1 || r[0].Containers != 2 {
@@ -187,10 +188,10 @@ func TestContainerForged(t *testing.T) {
 	if err := os.Chown(forged.Path, user, user); err != nil {
 		t.Fatal(err)
 	}
-	one := kerneltest.Container{Name: "chat-1", Image: "box"}
+	one := enginetest.Container{Name: "chat-1", Image: "box"}
 	e.Put("", containerID("c"), one)
 	_, ours := n.scope("d")
-	e.Put("", containerID("d"), kerneltest.Container{Name: "chat-2", Image: "box"})
+	e.Put("", containerID("d"), enginetest.Container{Name: "chat-2", Image: "box"})
 	n.start()
 	if got := n.status().cgroups("chat"); !slices.Contains(got, ours) || slices.Contains(got, path) {
 		t.Errorf("chat has %v, want %s and not %s", got, ours, path)
@@ -201,7 +202,7 @@ func TestContainerForged(t *testing.T) {
 	e.Put("start", containerID("c"), one)
 	n.inFeature(path, "chat")
 	// And a process elsewhere says that a cgroup of its name is not.
-	e.Put("start", containerID("d"), kerneltest.Container{Name: "chat-2", Image: "box", PID: n.place(n.Mkdir("system.slice/ssh.scope")).PID})
+	e.Put("start", containerID("d"), enginetest.Container{Name: "chat-2", Image: "box", PID: n.place(n.Mkdir("system.slice/ssh.scope")).PID})
 	n.inFeature(ours, "")
 	if c := n.status().condition("Placement"); c == nil || c.Reason != "NoCgroupOfItsOwn" || !strings.Contains(c.Message, "chat-2") {
 		t.Errorf("condition %+v", c)
@@ -228,7 +229,7 @@ func TestProcessInContainer(t *testing.T) {
 		t.Error("nothing is told of a process in a container that nobody knows")
 	}
 	wantWords(t, n.run("plan", n.policy).stdout, "NotLoose", chat)
-	e.Put("start", containerID("a"), kerneltest.Container{Name: "chat-1", Image: "box", PID: client.PID})
+	e.Put("start", containerID("a"), enginetest.Container{Name: "chat-1", Image: "box", PID: client.PID})
 	kerneltest.Poll(t, "it is in its place", func() error {
 		if c := missed(); c != nil {
 			return fmt.Errorf("%+v", c)
@@ -251,7 +252,7 @@ func TestContainerRuntimeAway(t *testing.T) {
 	n, e := newDocker(t)
 	running, chat := n.scope("a")
 	client := n.place(running)
-	named := kerneltest.Container{Name: "chat-1", Image: "nginx:1.27", PID: client.PID}
+	named := enginetest.Container{Name: "chat-1", Image: "nginx:1.27", PID: client.PID}
 	e.Put("", containerID("a"), named)
 
 	// Before anything is in force.
@@ -348,7 +349,7 @@ func TestContainerRuntimeAway(t *testing.T) {
 	// What happened meanwhile is known when it is back.
 	second, batch := n.scope("b")
 	n.place(second)
-	e.Put("", containerID("b"), kerneltest.Container{Name: "job", Image: "box", Labels: map[string]string{"tier": "free"}})
+	e.Put("", containerID("b"), enginetest.Container{Name: "job", Image: "box", Labels: map[string]string{"tier": "free"}})
 	e.Start()
 	runs(1)
 	n.inFeature(batch, "batch")
@@ -366,7 +367,7 @@ func TestContainersNotAsked(t *testing.T) {
 	n, e := newDocker(t)
 	running, chat := n.scope("a")
 	client := n.place(running)
-	e.Put("", containerID("a"), kerneltest.Container{Name: "chat-1", Image: "nginx:1.27", PID: client.PID})
+	e.Put("", containerID("a"), enginetest.Container{Name: "chat-1", Image: "nginx:1.27", PID: client.PID})
 	n.write(shares)
 	n.start()
 	n.wantRun(0, nil, "plan", n.policy)
@@ -398,7 +399,7 @@ func TestContainersNotAsked(t *testing.T) {
 		n.write(strings.Replace(shares, "ports: [8000]", "ports: [8000], protocol: udp", 1))
 		n.wantRun(1, []string{"attach bh_sendmsg6"}, "reload")
 	})
-	e.Put("rename", containerID("a"), kerneltest.Container{Name: "chat-2", Image: "nginx:1.27", PID: client.PID})
+	e.Put("rename", containerID("a"), enginetest.Container{Name: "chat-2", Image: "nginx:1.27", PID: client.PID})
 	kerneltest.Poll(t, "it has another name", func() error {
 		if c := n.status().containerOf(chat); c == nil || c.Name != "chat-2" {
 			return fmt.Errorf("%+v", c)
@@ -455,11 +456,11 @@ func TestContainerValues(t *testing.T) {
 	}
 	old, _ := n.scope("a")
 	client := n.place(old)
-	e.Put("", containerID("a"), kerneltest.Container{Name: "chat-1", Image: "box", PID: client.PID})
+	e.Put("", containerID("a"), enginetest.Container{Name: "chat-1", Image: "box", PID: client.PID})
 	n.start()
 	wantValues(t, old.Path, map[string]string{"cpu.weight": "10000"})
 
-	made := kerneltest.Container{Name: "job", Image: "box", Labels: map[string]string{"tier": "free"}}
+	made := enginetest.Container{Name: "job", Image: "box", Labels: map[string]string{"tier": "free"}}
 	e.Put("create", containerID("b"), made)
 	cgroup, path := n.scope("b")
 	n.inFeature(path, "batch")
@@ -495,13 +496,13 @@ func TestContainerNoEvents(t *testing.T) {
 		inner.ServeHTTP(w, r)
 	})
 	running, chat := n.scope("a")
-	e.Put("", containerID("a"), kerneltest.Container{Name: "chat-1", Image: "box", PID: n.place(running).PID})
+	e.Put("", containerID("a"), enginetest.Container{Name: "chat-1", Image: "box", PID: n.place(running).PID})
 	n.start()
 	if got := n.status().cgroups("chat"); !slices.Contains(got, chat) {
 		t.Errorf("at the start chat has %v", got)
 	}
 	second, batch := n.scope("b")
-	e.Put("", containerID("b"), kerneltest.Container{Name: "job", Image: "box", Labels: map[string]string{"tier": "free"}, PID: n.place(second).PID})
+	e.Put("", containerID("b"), enginetest.Container{Name: "job", Image: "box", Labels: map[string]string{"tier": "free"}, PID: n.place(second).PID})
 	n.inFeature(batch, "batch")
 	s := n.status()
 	if c := s.condition("Placement"); c == nil || c.Reason != "RuntimeNoEvents" || !strings.Contains(c.Message, "no event logger") {

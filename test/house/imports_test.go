@@ -67,7 +67,7 @@ func packages(t *testing.T) []pkg {
 // forTests reports whether a package is only there for tests, which may look
 // behind the walls.
 func forTests(self string) bool {
-	return strings.HasPrefix(self, "test/") || self == "internal/kerneltest"
+	return strings.HasPrefix(self, "test/") || self == "internal/kerneltest" || self == "internal/containers/enginetest"
 }
 
 // onlyIn are imports that one part of the house keeps to itself: a path, or

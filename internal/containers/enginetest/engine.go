@@ -1,4 +1,6 @@
-package kerneltest
+// Package enginetest stands in for Docker in tests: its API on a socket, about containers that the test makes up. What the
+// real ones do is tested with them, in test/systemd; this one can do it at bad moments.
+package enginetest
 
 import (
 	"encoding/json"
@@ -11,8 +13,7 @@ import (
 	"testing"
 )
 
-// Engine answers on a socket as Docker does, about containers that the test makes up. What the
-// real ones do is tested with them, in test/systemd; this one can do it at bad moments.
+// Engine answers on a socket as Docker does.
 type Engine struct {
 	Path string // of the socket
 	// Handler is what Start serves; a test may put its own around it before somebody asks.
@@ -35,8 +36,8 @@ type Container struct {
 	PID         int
 }
 
-// NewEngine starts one that has no containers.
-func NewEngine(t testing.TB) *Engine {
+// New starts one that has no containers.
+func New(t testing.TB) *Engine {
 	t.Helper()
 	e := &Engine{t: t, Path: filepath.Join(t.TempDir(), "docker.sock"), containers: map[string]Container{}, events: map[chan string]bool{},
 		hang: map[string]chan struct{}{}}
